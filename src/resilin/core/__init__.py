@@ -1,0 +1,38 @@
+"""The pure heart of resilin: numbers in, values out.
+
+Nothing here imports torch, opens a file, reads a clock or draws a random number that was not
+asked for with a seed. Live training, trace replay, simulators and tests all run these same
+functions.
+"""
+
+from resilin.core.clock import Budget, Clock, Reference, Schedule, counted_samples, scheduler_steps
+from resilin.core.noise import Noise, NoiseAverage, NoiseSample
+from resilin.core.plan import BatchBounds, BatchPlan, PlanError
+from resilin.core.rules import LEGW, Factors, PowerRule, Scaling, ScalingRule
+from resilin.core.stream import Ownership, SampleStream
+from resilin.core.trace import BatchTrace, CapacityTrace, TraceError
+
+__all__ = [
+    "LEGW",
+    "BatchBounds",
+    "BatchPlan",
+    "BatchTrace",
+    "Budget",
+    "CapacityTrace",
+    "Clock",
+    "Factors",
+    "Noise",
+    "NoiseAverage",
+    "NoiseSample",
+    "Ownership",
+    "PlanError",
+    "PowerRule",
+    "Reference",
+    "SampleStream",
+    "Scaling",
+    "ScalingRule",
+    "Schedule",
+    "TraceError",
+    "counted_samples",
+    "scheduler_steps",
+]

@@ -1,0 +1,41 @@
+"""Checks of user-given numbers: one sentence that holds the value and the rule it broke."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+
+def whole(name: str, value: Any, *, at_least: int) -> int:
+    """Returns `value` as an `int`, or says why it is not a whole number of at least `at_least`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} ({value!r}) must be a whole number") from None
+    if number < at_least:
+        raise ValueError(f"{name} ({number}) must be at least {at_least}")
+    return number
+
+
+def real(
+    name: str, value: Any, *, at_least: float | None = None, above: float | None = None
+) -> float:
+    """Returns `value` as a finite `float`, or says which bound it broke."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} ({value!r}) must be a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} ({number}) must be finite")
+    if at_least is not None and number < at_least:
+        raise ValueError(f"{name} ({number}) must be at least {at_least}")
+    if above is not None and number <= above:
+        raise ValueError(f"{name} ({number}) must be above {above}")
+    return number
+
+
+def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raises unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} ({value!r}) must be one of {', '.join(choices)}")

@@ -1,0 +1,296 @@
+"""Events: one typed record of each thing that happened, and their one JSON form.
+
+Everything a person looks at (logs, views, reports) is made from events alone. An event is
+one JSON object on one line, with its `event` name and the schema `version`. Fields may be
+added: an older reader skips what it does not know, a newer one fills in defaults. A change
+that an older reader would misunderstand must raise `VERSION`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+VERSION = 1
+"""Version of the schema. Readers refuse a higher one."""
+
+
+class EventError(ValueError):
+    """A line that is not an event of a known version; says what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What every event says. The time is given by whoever records it."""
+
+    name: ClassVar[str] = ""
+    """The `event` field of the JSON form."""
+
+    time: float
+    """Unix time in seconds."""
+    step: int
+    """Optimizer steps committed when it happened."""
+    generation: int = 0
+    """The period of fixed membership in which it happened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvent(Event):
+    """One committed optimizer step."""
+
+    name: ClassVar[str] = "step"
+
+    epoch: int
+    """Epoch of the sample stream."""
+    replicas: int
+    """Data-parallel members."""
+    batch_size: int
+    """Samples in the step, over all replicas."""
+    local_bsz: int
+    """The largest micro-batch."""
+    accumulation_steps: int
+    """The most micro-batches that a replica ran."""
+    samples: int
+    """Samples used so far."""
+    progress: float
+    """Reference steps done so far."""
+    scale: float
+    """Global batch over reference batch."""
+    gain: float
+    """Reference steps this step was worth."""
+    lr_factor: float
+    """What the rule multiplied the first group's learning rate by."""
+    lr: float | None = None
+    """The first group's learning rate before that."""
+    sqr_norm: float | None = None
+    """Squared norm of the true gradient, averaged."""
+    trace: float | None = None
+    """Trace of one sample's gradient covariance, averaged."""
+    seconds: float | None = None
+    """Wall time of the step."""
+    loss: float | None = None
+    """Loss, if the user reported one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One choice that was considered in a decision."""
+
+    batch_size: int
+    """Global batch size."""
+    local_bsz: int
+    """The largest micro-batch."""
+    accumulation_steps: int
+    """Micro-batches per replica."""
+    goodput: float
+    """Predicted reference samples per second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionEvent(Event):
+    """A batch size was chosen, or kept on purpose."""
+
+    name: ClassVar[str] = "decision"
+
+    batch_size_before: int
+    """The global batch size so far."""
+    batch_size: int
+    """The chosen one."""
+    reason: str
+    """Why, in words."""
+    candidates: tuple[Candidate, ...] = ()
+    """What was compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RescaleEvent(Event):
+    """The set of replicas changed; `generation` is the new one."""
+
+    name: ClassVar[str] = "rescale"
+
+    replicas_before: int
+    """Data-parallel members before."""
+    replicas: int
+    """Data-parallel members from now on."""
+    reason: str
+    """Why, in words."""
+    seconds: float | None = None
+    """How long no step was made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointEvent(Event):
+    """State was saved, loaded or refused."""
+
+    name: ClassVar[str] = "checkpoint"
+
+    action: Literal["saved", "loaded", "failed", "removed"]
+    """What was done."""
+    path: str
+    """Where."""
+    num_bytes: int | None = None
+    """Size on storage."""
+    seconds: float | None = None
+    """Wall time."""
+    detail: str = ""
+    """Why, if it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultEvent(Event):
+    """Something went wrong and was dealt with."""
+
+    name: ClassVar[str] = "fault"
+
+    kind: str
+    """What it was: `worker_lost`, `out_of_memory`, `not_finite`, ..."""
+    detail: str
+    """What was known about it, and what was done."""
+    replica: int | None = None
+    """Where, if it was one replica."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochEvent(Event):
+    """An epoch of the sample stream was completed."""
+
+    name: ClassVar[str] = "epoch"
+
+    epoch: int
+    """The completed epoch, from 0."""
+    samples: int
+    """Samples used so far."""
+    progress: float
+    """Reference steps done so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownEvent(Event):
+    """An event of a kind that this version does not know, with all its fields."""
+
+    name: ClassVar[str] = "unknown"
+
+    kind: str
+    """Its `event` name."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """All other fields, as JSON values."""
+
+
+EVENTS: Mapping[str, type[Event]] = MappingProxyType(
+    {
+        kind.name: kind
+        for kind in (
+            StepEvent,
+            DecisionEvent,
+            RescaleEvent,
+            CheckpointEvent,
+            FaultEvent,
+            EpochEvent,
+        )
+    }
+)
+"""The known kinds, by name."""
+
+
+def to_json(event: Event) -> str:
+    """One line of strict JSON, without a line break.
+
+    Numbers that JSON lacks are written as the strings `nan`, `inf` and `-inf`.
+    """
+    if isinstance(event, UnknownEvent):
+        own = {"time": event.time, "step": event.step, "generation": event.generation}
+        body = {"event": event.kind, **own, **event.fields}
+    else:
+        body = {"event": event.name, **_plain(event)}
+    return json.dumps({"version": VERSION, **body}, separators=(",", ":"), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def from_json(line: str | bytes) -> Event:
+    """Reads one line.
+
+    Returns:
+        The event; an `UnknownEvent` if its kind is not known here.
+
+    Raises:
+        EventError: Not JSON, not an event, of a newer version, or with a missing or mistyped
+            field. The message names the field.
+    """
+    try:
+        body = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise EventError(f"not a JSON line: {error}") from None
+    if not isinstance(body, dict):
+        raise EventError(f"an event is a JSON object, not {type(body).__name__}")
+    version, name = body.pop("version", None), body.pop("event", None)
+    if type(version) is not int or type(name) is not str:
+        raise EventError(f"not an event: version is {version!r} and event is {name!r}")
+    if version > VERSION:
+        raise EventError(f"the event has version {version}; this reader knows up to {VERSION}")
+    if name in EVENTS:
+        event: Event = _build(EVENTS[name], body, name)
+        return event
+    common = {item.name: body.pop(item.name) for item in fields(Event) if item.name in body}
+    head = _build(Event, common, name)
+    return UnknownEvent(
+        time=head.time, step=head.step, generation=head.generation, kind=name, fields=body
+    )
+
+
+@cache
+def _types(cls: type[Any]) -> dict[str, Any]:
+    # Resolving annotations is slow, and a log has millions of lines of a few kinds.
+    return get_type_hints(cls)
+
+
+def _build(cls: type[Any], body: Mapping[str, Any], where: str) -> Any:
+    values = {}
+    types = _types(cls)  # type: ignore[arg-type]  # a class is hashable
+    for item in fields(cls):
+        if item.name in body:
+            values[item.name] = _typed(types[item.name], body[item.name], f"{where}.{item.name}")
+        elif item.default is MISSING and item.default_factory is MISSING:
+            raise EventError(f"{where}.{item.name} is missing")
+    return cls(**values)
+
+
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    """`value` as what the annotation says, converting only what JSON has no type for."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        if value is None and NoneType in args:
+            return None
+        (inner,) = [arg for arg in args if arg is not NoneType]
+        return _typed(inner, value, where)
+    if origin is Literal:
+        if value in args:
+            return value
+    elif origin is tuple:
+        if isinstance(value, list):
+            return tuple(_typed(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    elif isinstance(hint, type) and is_dataclass(hint):
+        if isinstance(value, dict):
+            return _build(hint, value, where)
+    elif hint is float:
+        if type(value) is float or value in ("nan", "inf", "-inf"):
+            return float(value)
+        if type(value) is int and abs(value) < 2**1023:
+            return float(value)
+    elif type(value) is hint:
+        return value
+    expected = getattr(hint, "__name__", str(hint))
+    raise EventError(f"{where} ({value!r}) must be {expected}")

@@ -1,0 +1,295 @@
+"""Gradient noise: how much of a gradient is signal, estimated without bias from its parts.
+
+One pair of numbers, `|G|^2` (squared norm of the true gradient) and `T` (trace of the
+covariance of one sample's gradient), drives the learning rate, the clock, clipping and
+goodput. A mean gradient over b samples has `E|g|^2 = |G|^2 + T/b`; comparing two or more
+batch sizes within one step tells the two apart. All sizes are in samples, or in tokens
+throughout when batches are weighted by tokens.
+
+Estimators return a `NoiseSample`, which is noisy and may be negative; `NoiseAverage` pools
+them, and only the average is clipped at zero, because clipping each sample would bias it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from resilin.core import _validate
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """The noise of the gradient at one point of training; both parts are at least 0."""
+
+    sqr_norm: float
+    """Squared norm of the true gradient."""
+    trace: float
+    """Trace of the covariance of one sample's gradient."""
+
+    def __post_init__(self) -> None:
+        _validate.real("sqr_norm", self.sqr_norm, at_least=0)
+        _validate.real("trace", self.trace, at_least=0)
+
+    @property
+    def phi(self) -> float:
+        """The noise scale `trace / sqr_norm`: the batch size at which noise equals signal."""
+        if self.sqr_norm == 0:
+            return math.inf if self.trace else math.nan
+        return self.trace / self.sqr_norm
+
+    def efficiency(self, batch_size: ArrayLike, reference: float) -> NDArray[np.float64]:
+        """Progress per sample at `batch_size`, relative to the reference batch.
+
+        `(phi + reference) / (phi + batch_size)`: 1 at the reference batch, less above it, more
+        below. Where there is neither signal nor noise, nothing is gained by a larger batch.
+        """
+        _validate.real("reference", reference, above=0)
+        size = np.asarray(batch_size, dtype=np.float64)
+        if not (size > 0).all():
+            raise ValueError(f"batch_size ({batch_size!r}) must be above 0")
+        if self.sqr_norm == 0 and self.trace == 0:
+            return np.asarray(np.minimum(1.0, reference / size))
+        return np.asarray(
+            (self.trace + reference * self.sqr_norm) / (self.trace + size * self.sqr_norm)
+        )
+
+    def gain(self, batch_size: float, reference: float) -> float:
+        """How many reference steps one step at `batch_size` is worth.
+
+        With scale `S = batch_size / reference` this is between 1 and S for S >= 1, and between S
+        and 1 below. It assumes that both batches are drawn at this same point of training.
+        """
+        return float(batch_size / reference * self.efficiency(batch_size, reference))
+
+    def __add__(self, other: Noise) -> Noise:
+        """Noise of two parameter groups taken together: squared norms and traces add up."""
+        return Noise(self.sqr_norm + other.sqr_norm, self.trace + other.trace)
+
+
+def gain(noise: Noise | None, batch_size: float, reference: float) -> float:
+    """The gain, also while nothing is known about the noise.
+
+    Without an estimate the answer is the smallest gain that any noise could give: 1 above the
+    reference batch, the scale itself below. It never trains faster than the evidence allows.
+    """
+    if noise is None:
+        return min(1.0, batch_size / reference)
+    return noise.gain(batch_size, reference)
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseSample:
+    """One step's unbiased estimate. Single samples are noisy and may be negative."""
+
+    sqr_norm: float
+    """Estimate of the squared norm of the true gradient."""
+    trace: float
+    """Estimate of the trace of one sample's covariance."""
+    batch_size: float
+    """Samples behind the estimate."""
+    dof: float
+    """Degrees of freedom of `trace`: its variance falls as 1 / dof."""
+
+
+def from_micro_batches(
+    sizes: Sequence[float],
+    sqr_norms: Sequence[float],
+    mean_sqr_norm: float,
+    *,
+    weights: Sequence[float] | None = None,
+    population: float | None = None,
+) -> NoiseSample:
+    """Estimates noise from the micro-batches of one step, of any unequal sizes.
+
+    Unbiased for every split. It assumes that samples are drawn independently (or, with
+    `population`, without replacement) and that each micro-gradient is the mean over its own
+    samples. BatchNorm breaks the second: its gradient depends on the micro-batch, and the
+    estimate is then approximate. Splitting an ordinary batch in two ("probe") and per-sample
+    gradients (sizes of 1) are special cases, and as unbiased.
+
+    Args:
+        sizes: Samples in each micro-batch, over all replicas and accumulation steps.
+        sqr_norms: Squared norm of each micro-batch's mean gradient.
+        mean_sqr_norm: Squared norm of the combined gradient, `|sum_i weights_i g_i|^2`.
+        weights: Weight of each micro-gradient in the combined gradient; they sum to 1. The
+            default is its share of the samples, which is what a resilin step applies. Plain
+            DDP averages instead: pass `1/n` each.
+        population: Samples in the training set, to estimate the gradient of that set rather
+            than of the distribution behind it.
+
+    Raises:
+        ValueError: Fewer than two micro-batches, whose difference carries the information.
+    """
+    size = np.asarray(sizes, dtype=np.float64)
+    norms = np.asarray(sqr_norms, dtype=np.float64)
+    if len(size) < 2 or len(size) != len(norms):
+        raise ValueError(
+            f"need at least two micro-batches with one norm each, got {len(size)} sizes and "
+            f"{len(norms)} norms"
+        )
+    if not (size > 0).all():
+        raise ValueError(f"sizes ({sizes!r}) must be above 0")
+    total = float(size.sum())
+    share = size / total
+    weighted = float(share @ norms)
+    if weights is None:
+        return from_sums(
+            batch_size=total,
+            num_micro_batches=len(size),
+            weighted_sqr_norm=weighted,
+            mean_sqr_norm=mean_sqr_norm,
+            population=population,
+        )
+    weight = np.asarray(weights, dtype=np.float64)
+    if len(weight) != len(size) or abs(float(weight.sum()) - 1) > 1e-6:
+        raise ValueError(f"weights ({weights!r}) must be {len(size)} numbers that sum to 1")
+    variance_of_mean = float((weight**2 / size).sum())
+    trace = (weighted - mean_sqr_norm) / (len(size) / total - variance_of_mean)
+    unseen = 0.0 if population is None else 1 / population
+    return NoiseSample(
+        sqr_norm=mean_sqr_norm - trace * (variance_of_mean - unseen),
+        trace=trace,
+        batch_size=1 / variance_of_mean,
+        dof=len(size) - 1,
+    )
+
+
+def from_sums(
+    *,
+    batch_size: float,
+    num_micro_batches: int,
+    weighted_sqr_norm: float,
+    mean_sqr_norm: float,
+    population: float | None = None,
+) -> NoiseSample:
+    """`from_micro_batches` from what one reduction over the replicas can carry.
+
+    Args:
+        batch_size: Samples in all micro-batches.
+        num_micro_batches: How many micro-batches there were, over all replicas.
+        weighted_sqr_norm: `sum_i (b_i / B) |g_i|^2`: each replica adds its own terms.
+        mean_sqr_norm: `|sum_i (b_i / B) g_i|^2`, the squared norm of the step's gradient.
+        population: As in `from_micro_batches`.
+    """
+    dof = _validate.whole("num_micro_batches", num_micro_batches, at_least=2) - 1
+    _validate.real("batch_size", batch_size, above=0)
+    trace = batch_size * (weighted_sqr_norm - mean_sqr_norm) / dof
+    unseen = 0.0 if population is None else 1 / population
+    return NoiseSample(
+        sqr_norm=mean_sqr_norm - trace * (1 / batch_size - unseen),
+        trace=trace,
+        batch_size=batch_size,
+        dof=dof,
+    )
+
+
+def from_consecutive(
+    sizes: tuple[float, float], inner_product: float, difference_sqr_norm: float
+) -> NoiseSample:
+    """Estimates noise from the whole gradients of two consecutive steps. Biased; a last resort.
+
+    It needs no split step, but pretends that the parameters did not move in between. With
+    learning rate lr and Hessian H the expectation of `sqr_norm` is lower than the truth by
+    about `lr * (G'HG + tr(H Sigma) / B)`; at the stationary point of SGD that makes it the
+    negative of the truth, the average clips to 0, and the gain becomes the scale. Prefer
+    splitting an occasional step in two (`from_micro_batches`).
+
+    Args:
+        sizes: Samples in the earlier and in the later batch.
+        inner_product: Inner product of the two gradients.
+        difference_sqr_norm: Squared norm of their difference.
+    """
+    first, second = sizes
+    _validate.real("sizes", min(sizes), above=0)
+    return NoiseSample(
+        sqr_norm=inner_product,
+        trace=difference_sqr_norm / (1 / first + 1 / second),
+        batch_size=first + second,
+        dof=1,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseAverage:
+    """Moving average of noise samples. A value: `update` returns the next one.
+
+    Numerators and denominators are kept apart, so a young average is the plain weighted mean of
+    its samples. `trace` is weighted by degrees of freedom, `sqr_norm` by samples: each by what
+    makes its own estimate precise. Both are in units of one sample, so a change of the batch
+    size or of the number of replicas needs no conversion.
+    """
+
+    horizon: float
+    """Samples after which an estimate's weight has fallen to 1/e."""
+    sqr_norm_sum: float = 0.0
+    """Decayed sum of `batch_size * sqr_norm`."""
+    sqr_norm_weight: float = 0.0
+    """Decayed sum of `batch_size`."""
+    trace_sum: float = 0.0
+    """Decayed sum of `dof * trace`."""
+    trace_weight: float = 0.0
+    """Decayed sum of `dof`."""
+
+    def __post_init__(self) -> None:
+        _validate.real("horizon", self.horizon, above=0)
+
+    def update(self, sample: NoiseSample, *, elapsed: float | None = None) -> NoiseAverage:
+        """Adds one sample.
+
+        Args:
+            sample: The estimate of this step.
+            elapsed: Samples trained since the last update, this step's included; more than the
+                step's own when statistics are not taken every step. None means just this step's.
+
+        Raises:
+            ValueError: The sample is not finite; such a step must not be counted at all.
+        """
+        _validate.real("sqr_norm of the noise sample", sample.sqr_norm)
+        _validate.real("trace of the noise sample", sample.trace)
+        keep = math.exp(-(sample.batch_size if elapsed is None else elapsed) / self.horizon)
+        return NoiseAverage(
+            horizon=self.horizon,
+            sqr_norm_sum=keep * self.sqr_norm_sum + sample.batch_size * sample.sqr_norm,
+            sqr_norm_weight=keep * self.sqr_norm_weight + sample.batch_size,
+            trace_sum=keep * self.trace_sum + sample.dof * sample.trace,
+            trace_weight=keep * self.trace_weight + sample.dof,
+        )
+
+    @property
+    def noise(self) -> Noise | None:
+        """The pooled estimate, clipped at zero; None before the first sample."""
+        if self.trace_weight == 0:
+            return None
+        return Noise(
+            sqr_norm=max(0.0, self.sqr_norm_sum / self.sqr_norm_weight),
+            trace=max(0.0, self.trace_sum / self.trace_weight),
+        )
+
+    def state(self) -> dict[str, float]:
+        """All of it, for a checkpoint; JSON-compatible."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> NoiseAverage:
+        """Restores what `state` returned."""
+        return cls(**{name: float(value) for name, value in state.items()})
+
+
+def default_horizon(reference: float, total_steps: float | None = None) -> float:
+    """Samples to average over: 1000 reference batches, or 15% of a run that is shorter than that.
+
+    Args:
+        reference: The reference batch size.
+        total_steps: Length of the run in reference steps, if known.
+    """
+    _validate.real("reference", reference, above=0)
+    steps = 1000.0
+    if total_steps is not None:
+        steps = min(steps, 0.15 * _validate.real("total_steps", total_steps, above=0))
+    return reference * max(1.0, steps)

@@ -1,0 +1,302 @@
+"""How one global batch is split into micro-batches, for any number of replicas.
+
+A plan is pure arithmetic over (global batch, replicas, local bounds). Every replica
+computes the same plan, so nothing has to be sent. Nothing has to divide: the sizes sum
+to the global batch, differ by at most one among equal replicas, and never exceed the
+stated maximum. What cannot be planned is a `ValueError` with both values in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from resilin.core import _validate
+
+
+class PlanError(ValueError):
+    """The bounds leave no way to split this global batch over this many replicas."""
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """How one global batch is split: per replica, a list of micro-batch sizes.
+
+    Equal replicas run the same number of micro-batches whenever there are enough samples, so
+    that they reach the reduction together; their micro-batch sizes differ by at most one. With
+    equal replicas each answer is closed-form: nothing of the size of the job is ever built.
+
+    Raises:
+        PlanError: The bounds leave no way to split this batch over this many replicas.
+    """
+
+    global_batch_size: int
+    """Samples in one optimizer step, over all replicas."""
+    replicas: int
+    """Data-parallel members that share the batch."""
+    max_local_bsz: int | None = None
+    """Largest micro-batch that fits on a replica; None means that anything fits."""
+    min_local_bsz: int = 0
+    """Smallest micro-batch worth running; 0 lets a replica go without samples."""
+    gradient_accumulation: bool = True
+    """Whether a replica may run more than one micro-batch in a step."""
+    speeds: tuple[float, ...] | None = None
+    """Relative speed of each replica; None means that all are equal.
+
+    Shares then follow the speeds, while `stream.Ownership` deals positions out equally: such a
+    plan says how to split a batch, not yet who owns which position of the stream.
+    """
+
+    _shares: NDArray[np.int64] | None = field(init=False, repr=False, compare=False)
+    _steps: NDArray[np.int64] | int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _validate.whole("global_batch_size", self.global_batch_size, at_least=1)
+        _validate.whole("replicas", self.replicas, at_least=1)
+        _validate.whole("min_local_bsz", self.min_local_bsz, at_least=0)
+        if self.max_local_bsz is not None:
+            floor = max(1, self.min_local_bsz)
+            _validate.whole("max_local_bsz", self.max_local_bsz, at_least=floor)
+        self._check_room()
+        if self.speeds is None:
+            object.__setattr__(self, "_shares", None)
+            largest = _ceil_div(self.global_batch_size, self.replicas)
+            object.__setattr__(self, "_steps", self._steps_for(largest))
+        else:
+            self._plan_unequal(self.speeds)
+        self._check_smallest()
+
+    def _check_room(self) -> None:
+        batch, replicas = self.global_batch_size, self.replicas
+        if replicas * self.min_local_bsz > batch:
+            raise PlanError(
+                f"{replicas} replicas cannot be scheduled: replicas ({replicas}) x smallest local "
+                f"batch ({self.min_local_bsz}) = {replicas * self.min_local_bsz} exceeds the global "
+                f"batch size ({batch}), which allows at most {batch // self.min_local_bsz} replicas"
+            )
+        if self.gradient_accumulation or self.max_local_bsz is None:
+            return
+        if batch > replicas * self.max_local_bsz:
+            raise PlanError(
+                f"global batch size ({batch}) exceeds replicas ({replicas}) x largest local batch "
+                f"({self.max_local_bsz}) = {replicas * self.max_local_bsz}, and gradient "
+                "accumulation is off"
+            )
+
+    def _check_smallest(self) -> None:
+        steps = np.asarray(self._steps)
+        shares = np.asarray(self.share(self.replicas - 1) if self._shares is None else self._shares)
+        smallest = shares // steps
+        if self.min_local_bsz and (smallest < self.min_local_bsz).any():
+            worst = int(np.argmin(smallest))
+            share, num = shares.reshape(-1)[worst], steps.reshape(-1)[worst]
+            raise PlanError(
+                f"global batch size ({self.global_batch_size}) over {self.replicas} replicas: a "
+                f"share of {share} needs {num} micro-batches under the largest local "
+                f"batch ({self.max_local_bsz}), and they would be smaller ({smallest.min()}) than "
+                f"the smallest ({self.min_local_bsz})"
+            )
+
+    def _steps_for(self, share: int) -> int:
+        return 1 if self.max_local_bsz is None else max(1, _ceil_div(share, self.max_local_bsz))
+
+    def _plan_unequal(self, speeds: tuple[float, ...]) -> None:
+        if len(speeds) != self.replicas:
+            raise ValueError(
+                f"speeds has {len(speeds)} entries but there are {self.replicas} replicas"
+            )
+        speed = np.asarray(speeds, dtype=np.float64)
+        if not (np.isfinite(speed).all() and (speed > 0).all()):
+            raise ValueError(f"speeds must be finite and above 0, got {speeds!r}")
+        cap = self.max_local_bsz if not self.gradient_accumulation else None
+        upper = self.global_batch_size if cap is None else cap
+        shares = _proportional(self.global_batch_size, speed, self.min_local_bsz, upper)
+        # Replicas of one speed run the same number of micro-batches: the number their largest
+        # share needs.
+        _, kind = np.unique(speed, return_inverse=True)
+        largest = np.zeros(kind.max() + 1, dtype=np.int64)
+        np.maximum.at(largest, kind, shares)
+        steps = np.array([self._steps_for(int(share)) for share in largest], dtype=np.int64)[kind]
+        object.__setattr__(self, "_shares", shares)
+        object.__setattr__(self, "_steps", steps)
+
+    def share(self, replica: int) -> int:
+        """Samples that this replica contributes to the global batch."""
+        self._check_replica(replica)
+        if self._shares is not None:
+            return int(self._shares[replica])
+        share, extra = divmod(self.global_batch_size, self.replicas)
+        return share + (replica < extra)
+
+    def micro_batches(self, replica: int) -> tuple[int, ...]:
+        """Sizes of this replica's micro-batches, largest first; empty if it has no samples."""
+        share = self.share(replica)
+        steps = self._steps if isinstance(self._steps, int) else int(self._steps[replica])
+        size, extra = divmod(share, steps)
+        return (size + 1,) * extra + (size,) * (steps - extra if size else 0)
+
+    @property
+    def steps(self) -> int:
+        """Gradient-accumulation steps: the most micro-batches that any replica runs."""
+        return int(np.max(self._steps))
+
+    @property
+    def batch_size(self) -> int:
+        """The local batch size: the largest micro-batch of any replica."""
+        if self._shares is None:
+            return self.micro_batches(0)[0]
+        return int(np.max(-(-self._shares // self._steps)))
+
+    @property
+    def gpus(self) -> int:
+        """The name that users of accumulation planners know for `replicas`."""
+        return self.replicas
+
+    def _check_replica(self, replica: int) -> None:
+        if not 0 <= replica < self.replicas:
+            raise ValueError(f"replica ({replica}) must be in [0, {self.replicas})")
+
+
+def _proportional(
+    total: int, speed: NDArray[np.float64], lower: int, upper: int
+) -> NDArray[np.int64]:
+    """Whole shares in [lower, upper] that sum to `total` and follow `speed` where bounds allow."""
+    # The sum of clip(rate * speed) grows with the rate, so bisection finds the rate that uses up
+    # the batch; `low` keeps the sum at or below it, so rounding down never hands out too much.
+    low, high = 0.0, (total + 1.0) / float(speed.min())
+    for _ in range(100):
+        rate = (low + high) / 2
+        if np.clip(rate * speed, lower, upper).sum() <= total:
+            low = rate
+        else:
+            high = rate
+    ideal = np.clip(low * speed, lower, upper)
+    shares = np.floor(ideal).astype(np.int64)
+    # Largest remainders first; the order is stable, so equal replicas still differ by at most one.
+    left = total - int(shares.sum())
+    order = np.argsort(shares - ideal, kind="stable")
+    order = order[shares[order] < upper]
+    assert 0 <= left <= len(order), (total, left, len(order), lower, upper)
+    shares[order[:left]] += 1
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class BatchBounds:
+    """What the user allows: a limit on the global batch and limits on each micro-batch.
+
+    Examples:
+        >>> bounds = BatchBounds(max_batch_size=1000, local_bsz_bounds=(100, 200))
+        >>> bounds.max_replicas
+        10
+        >>> bounds.plan(700, replicas=3).micro_batches(0)
+        (117, 117)
+    """
+
+    max_batch_size: int | None = None
+    """Upper limit of the global batch size; None sets no limit."""
+    local_bsz_bounds: tuple[int, int] | None = None
+    """Smallest and largest micro-batch on any replica; None sets no limit."""
+    gradient_accumulation: bool = True
+    """Whether a replica may run more than one micro-batch in a step."""
+
+    def __post_init__(self) -> None:
+        if self.max_batch_size is not None:
+            _validate.whole("max_batch_size", self.max_batch_size, at_least=1)
+        if self.local_bsz_bounds is not None:
+            try:
+                lower, upper = self.local_bsz_bounds
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"local_bsz_bounds ({self.local_bsz_bounds!r}) must be a pair (lower, upper)"
+                ) from None
+            _validate.whole("lower bound of local_bsz_bounds", lower, at_least=1)
+            if _validate.whole("upper bound of local_bsz_bounds", upper, at_least=1) < lower:
+                raise ValueError(
+                    f"lower bound of local_bsz_bounds ({lower}) must be at most its upper bound "
+                    f"({upper})"
+                )
+            if self.max_batch_size is not None and self.max_batch_size < lower:
+                raise ValueError(
+                    f"max_batch_size ({self.max_batch_size}) must be at least the lower bound of "
+                    f"local_bsz_bounds ({lower})"
+                )
+
+    @property
+    def max_replicas(self) -> int | None:
+        """Most replicas that any allowed batch can occupy; None if nothing limits them."""
+        if self.max_batch_size is None or self.local_bsz_bounds is None:
+            return None
+        return self.max_batch_size // self.local_bsz_bounds[0]
+
+    def check_replicas(self, replicas: int) -> None:
+        """Raises if no allowed global batch can be split over this many replicas.
+
+        Raises:
+            PlanError: `replicas` times the lower bound exceeds `max_batch_size`.
+        """
+        _validate.whole("replicas", replicas, at_least=1)
+        if self.max_replicas is None or replicas <= self.max_replicas:
+            return
+        assert self.local_bsz_bounds is not None
+        lower = self.local_bsz_bounds[0]
+        raise PlanError(
+            f"{replicas} replicas cannot be scheduled: the lower bound of local_bsz_bounds "
+            f"({lower}) x replicas ({replicas}) = {lower * replicas} exceeds max_batch_size "
+            f"({self.max_batch_size}), which allows at most {self.max_replicas} replicas"
+        )
+
+    def plan(
+        self, global_batch_size: int, replicas: int, speeds: Sequence[float] | None = None
+    ) -> BatchPlan:
+        """Splits one global batch within these bounds.
+
+        Args:
+            global_batch_size: Samples in the step, over all replicas.
+            replicas: Data-parallel members.
+            speeds: Relative speed of each replica; shares follow it. None means equal.
+
+        Raises:
+            PlanError: The batch, or the number of replicas, is not possible within the bounds.
+        """
+        self.check_replicas(replicas)
+        if self.max_batch_size is not None and global_batch_size > self.max_batch_size:
+            raise PlanError(
+                f"global batch size ({global_batch_size}) exceeds max_batch_size "
+                f"({self.max_batch_size})"
+            )
+        lower, upper = self.local_bsz_bounds or (0, None)
+        return BatchPlan(
+            global_batch_size,
+            replicas,
+            max_local_bsz=upper,
+            min_local_bsz=lower,
+            gradient_accumulation=self.gradient_accumulation,
+            speeds=None if speeds is None else tuple(speeds),
+        )
+
+    def possible_replicas(self, global_batch_size: int, among: Iterable[int]) -> list[int]:
+        """Those replica counts of `among` over which this global batch can be split."""
+        return [count for count in among if self._try_plan(global_batch_size, count)[0] is not None]
+
+    def table(self, global_batch_size: int, among: Iterable[int]) -> str:
+        """The table `replicas -> local batch x accumulation` for one global batch, as text."""
+        lines = ["replicas  local batch x accumulation"]
+        for count in among:
+            plan, reason = self._try_plan(global_batch_size, count)
+            text = reason if plan is None else f"{plan.batch_size} x {plan.steps}"
+            lines.append(f"{count:>8}  {text}")
+        return "\n".join(lines)
+
+    def _try_plan(self, global_batch_size: int, replicas: int) -> tuple[BatchPlan | None, str]:
+        try:
+            return self.plan(global_batch_size, replicas), ""
+        except PlanError as error:
+            return None, f"not possible: {error}"

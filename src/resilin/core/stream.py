@@ -1,0 +1,259 @@
+"""The sample stream: an endless, seeded order of samples that no world size can change.
+
+All data state is `(seed, cursor)`. The order of an epoch is computed, not stored (but for a
+small table below 65,537 samples): any slice of 10^10 samples costs as much as its own length. The permutation is ours, down to the
+hash, because a resumed run must see the same order after any upgrade of numpy or torch; its
+`VERSION` is part of the saved state, and a change of the order must raise it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from resilin.core import _validate
+
+Tail = Literal["short", "straddle", "drop"]
+"""What happens to the last, incomplete batch of an epoch.
+
+`short`: it is a batch of its own. `straddle`: it is filled from the next epoch, each sample still
+once per epoch. `drop`: it is dropped, once for the whole epoch.
+"""
+TAILS: tuple[Tail, ...] = ("short", "straddle", "drop")
+"""The names of all tails."""
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_HALF = np.uint64(32)
+_ROUNDS = 8
+_MAX_SAMPLES = 2**48
+"""Keeps both sides of the grid below 2^25, so that 32 bits of hash shift them evenly."""
+_TABLE_LIMIT = 65536
+"""Up to this many samples, sorting a table of hashes is faster than computing each index."""
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64: a bijection of 64-bit words that leaves no visible pattern."""
+    x = x + np.uint64(_GOLDEN)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+@lru_cache(maxsize=4)
+def _keys(seed: int, epoch: int, n: int) -> NDArray[np.uint64]:
+    """The round keys of one epoch's permutation. Cached, as they stay for the whole epoch."""
+    key: NDArray[np.uint64] = np.zeros(1, dtype=np.uint64)
+    for word in (seed, epoch, n):
+        key = _mix(key ^ np.uint64(word))
+    return _mix(np.arange(_ROUNDS, dtype=np.uint64) ^ key)
+
+
+@lru_cache(maxsize=4)
+def _table(seed: int, epoch: int, n: int) -> NDArray[np.int64]:
+    """The whole permutation of a small epoch. Cached: an epoch asks for it once per step."""
+    keys = _mix(np.arange(n, dtype=np.uint64) ^ _keys(seed, epoch, n)[0])
+    table = np.argsort(keys, kind="stable").astype(np.int64)
+    table.flags.writeable = False
+    return table
+
+
+def _feistel(x: NDArray[np.int64], seed: int, epoch: int, n: int) -> NDArray[np.int64]:
+    """Computes the images of `x` under the permutation of a large epoch.
+
+    A Feistel network over an a x b grid of at least n cells, with modular addition in place of
+    xor so that a and b need not be powers of two. Cells outside n are walked through the network
+    again until they land inside; fewer than one in sqrt(n) has to.
+    """
+    a = math.isqrt(n - 1) + 1
+    b = -(-n // a)
+    rows, columns = np.uint64(a), np.uint64(b)
+
+    def shift(moved: NDArray[np.uint64], by: NDArray[np.uint64], size: np.uint64) -> None:
+        # The top 32 bits of the hash, as a fraction of `size`: a product instead of a division.
+        by >>= _HALF
+        by *= size
+        by >>= _HALF
+        moved += by
+        np.subtract(moved, size, out=moved, where=moved >= size)
+
+    def once(cell: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        row: NDArray[np.uint64] = cell // columns
+        column: NDArray[np.uint64] = cell - row * columns
+        for i, key in enumerate(_keys(seed, epoch, n)):
+            if i % 2 == 0:
+                shift(row, _mix(column ^ key), rows)
+            else:
+                shift(column, _mix(row ^ key), columns)
+        row *= columns
+        row += column
+        return row
+
+    cells = once(x.astype(np.uint64))
+    outside = np.flatnonzero(cells >= n)
+    while len(outside):
+        cells[outside] = once(cells[outside])
+        outside = outside[cells[outside] >= n]
+    return cells.astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleStream:
+    """An endless, seeded, world-size-independent order of samples.
+
+    Position p of the stream is sample `order(p % num_samples)` of epoch `p // num_samples`.
+    The stream itself does not move: the cursor is one integer that its owner keeps.
+
+    Examples:
+        >>> stream = SampleStream(10, seed=7)
+        >>> sorted(int(i) for i in stream.indices(range(10)))
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+
+    VERSION: ClassVar[int] = 1
+    """Version of the order. The same state under the same version gives the same samples."""
+
+    num_samples: int
+    """Samples in one epoch."""
+    seed: int = 0
+    """Chooses the order; in [0, 2^64)."""
+    shuffle: bool = True
+    """False keeps the order of the dataset."""
+    fingerprint: str = ""
+    """What identifies the dataset, in the caller's words; a saved cursor is refused elsewhere."""
+
+    def __post_init__(self) -> None:
+        if _validate.whole("num_samples", self.num_samples, at_least=1) > _MAX_SAMPLES:
+            raise ValueError(f"num_samples ({self.num_samples}) must be at most 2^48")
+        if _validate.whole("seed", self.seed, at_least=0) > _MASK:
+            raise ValueError(f"seed ({self.seed}) must be below 2^64")
+
+    def indices(self, positions: range) -> NDArray[np.int64]:
+        """Samples at these positions, in order. Work and memory are those of the answer.
+
+        Args:
+            positions: Ascending positions, as from `Ownership.positions`. They may cross epochs.
+        """
+        if positions.step < 1 or positions.start < 0:
+            raise ValueError(f"positions ({positions}) must ascend and start at 0 or later")
+        if not len(positions):
+            return np.empty(0, dtype=np.int64)
+        pieces = []
+        while len(positions):
+            epoch, first = divmod(positions[0], self.num_samples)
+            count = -(-(self.num_samples - first) // positions.step)
+            here, positions = positions[:count], positions[count:]
+            offsets = first + positions.step * np.arange(len(here), dtype=np.int64)
+            pieces.append(self._order(epoch, offsets))
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _order(self, epoch: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        if not self.shuffle:
+            return offsets
+        if self.num_samples <= _TABLE_LIMIT:
+            return _table(self.seed, epoch, self.num_samples)[offsets]
+        return _feistel(offsets, self.seed, epoch, self.num_samples)
+
+    def batch(self, cursor: int, batch_size: int, *, tail: Tail = "short") -> range:
+        """The positions of the next step: `[start, stop)`, at most `batch_size` of them.
+
+        `start` is the cursor, except that `drop` skips the remainder of an epoch that is too short
+        for a whole batch. The cursor after the step is `stop`.
+
+        Raises:
+            ValueError: `drop` with a batch larger than the dataset would drop every sample.
+        """
+        _validate.whole("cursor", cursor, at_least=0)
+        _validate.whole("batch_size", batch_size, at_least=1)
+        _validate.one_of("tail", tail, TAILS)
+        left = self.num_samples - cursor % self.num_samples
+        if tail == "straddle" or batch_size <= left:
+            return range(cursor, cursor + batch_size)
+        if tail == "short":
+            return range(cursor, cursor + left)
+        if batch_size > self.num_samples:
+            raise ValueError(
+                f"batch_size ({batch_size}) exceeds num_samples ({self.num_samples}): "
+                "dropping the last batch would drop every sample"
+            )
+        return range(cursor + left, cursor + left + batch_size)
+
+    def state(self, cursor: int) -> dict[str, Any]:
+        """The whole data state, for a checkpoint; JSON-compatible."""
+        return {**self._identity(), "cursor": _validate.whole("cursor", cursor, at_least=0)}
+
+    def resume(self, state: Mapping[str, Any]) -> int:
+        """Returns the cursor of a saved state.
+
+        Raises:
+            ValueError: The state belongs to another order or dataset; going on would repeat and
+                miss samples. The message names all that differs.
+        """
+        missing = [name for name in (*self._identity(), "cursor") if name not in state]
+        if missing:
+            raise ValueError(f"the saved stream state lacks {', '.join(missing)}")
+        differing = [
+            f"{name} was {state[name]!r} and is {value!r}"
+            for name, value in self._identity().items()
+            if state[name] != value
+        ]
+        if differing:
+            raise ValueError(
+                "the saved cursor belongs to another sample stream: " + "; ".join(differing)
+            )
+        return _validate.whole("cursor", state["cursor"], at_least=0)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "version": self.VERSION,
+            "num_samples": self.num_samples,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "fingerprint": self.fingerprint,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Which positions of the stream belong to which replica, during one generation.
+
+    Replica r owns the positions congruent to `base + r` modulo `replicas`. The batch size does
+    not enter, so changing it invalidates nothing that is being fetched ahead. Over any span of
+    positions the replicas' counts differ by at most one, as in a plan of equal replicas.
+    """
+
+    base: int
+    """The cursor at which this generation began: every earlier position is committed."""
+    replicas: int
+    """Data-parallel members of this generation."""
+
+    def __post_init__(self) -> None:
+        _validate.whole("base", self.base, at_least=0)
+        _validate.whole("replicas", self.replicas, at_least=1)
+
+    def slot(self, replica: int, cursor: int) -> int:
+        """This replica's place in the plan of the step that starts at `cursor`.
+
+        The owner of the first position takes place 0. Places rotate from step to step when the
+        batch does not divide, so that no replica is always the one with a sample more.
+        """
+        if not 0 <= replica < self.replicas:
+            raise ValueError(f"replica ({replica}) must be in [0, {self.replicas})")
+        if cursor < self.base:
+            raise ValueError(f"cursor ({cursor}) must be at least base ({self.base})")
+        return (replica - (cursor - self.base)) % self.replicas
+
+    def positions(self, replica: int, span: range) -> range:
+        """Those positions of `span` that this replica owns, in order."""
+        if span.step != 1:
+            raise ValueError(f"span ({span}) must be contiguous")
+        return range(span.start + self.slot(replica, span.start), span.stop, self.replicas)

@@ -1,0 +1,59 @@
+"""The marker ``world_size``: its hooks. How a world is run is told in ``world.py``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import world
+
+DEADLINE = pytest.StashKey[float]()
+MARKER = (
+    "world_size(n, init=True): run the test in n gloo processes with a torch thread each, and,"
+    " unless init is False, with the process group initialised before the fixtures are set up."
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", MARKER)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # All of them are looked at, so that a wrong marker is an error before anything is run.
+    worlds = [item for item in session.items if world.world_of(item)]
+    if worlds and not session.config.option.collectonly:
+        world.start_fork_server()
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+    item.stash[DEADLINE] = world.deadline_for(settings.timeout)
+    return world.in_rank() or None  # ranks need no timer: the session has an eye on them
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if world.world_of(item):
+        item.fixturenames = ["tmp_path"]  # all the others are for the ranks to set up
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    __tracebackhide__ = True
+    asked = world.world_of(pyfuncitem)
+    if asked is None:
+        return None
+    scratch = pyfuncitem.funcargs["tmp_path"]
+    world.run_world(pyfuncitem, asked, scratch, pyfuncitem.stash.get(DEADLINE, None))
+    return True
+
+
+@pytest.fixture
+def shared_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that is the same for all ranks of a world."""
+    if world.in_rank():
+        return Path(os.environ[world.RANK_ENV])
+    return tmp_path_factory.mktemp("shared")

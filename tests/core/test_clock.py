@@ -1,0 +1,137 @@
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilin.core.clock import (
+    Budget,
+    Clock,
+    Reference,
+    Schedule,
+    counted_samples,
+    scheduler_steps,
+)
+from resilin.core.stream import SampleStream
+
+
+def test_the_measures_advance_together():
+    clock = Clock().advance(samples=64, gain=1.5, tokens=640)
+    clock = clock.advance(samples=7, gain=1.0, counted=32)
+    assert clock == Clock(steps=2, samples=71, counted=96, tokens=640, progress=2.5)
+    reference = Reference(32, tokens_per_step=320)
+    assert clock.read("progress", reference) == 2.5
+    assert clock.read("samples", reference) == 3
+    assert clock.read("tokens", reference) == 2
+
+
+@given(st.integers(1, 500), st.integers(1, 64), st.integers(1, 5))
+def test_at_the_reference_batch_the_clock_counts_as_a_plain_loop(n, batch, epochs):
+    # A plain loop steps its scheduler once per batch, short last batches included.
+    stream, clock, cursor, reference, steps = SampleStream(n), Clock(), 0, Reference(batch), 0
+    while cursor < n * epochs:
+        span = stream.batch(cursor, batch)
+        counted = counted_samples(len(span), batch, batch)
+        after = clock.advance(samples=len(span), gain=1.0, counted=counted)
+        for name in ("samples", "progress"):
+            now, then = clock.read(name, reference), after.read(name, reference)
+            assert scheduler_steps(now, then) == 1
+        clock, cursor, steps = after, span.stop, steps + 1
+    assert steps == math.ceil(n / batch) * epochs
+    assert clock.samples == n * epochs
+
+
+@given(st.integers(1, 400), st.integers(1, 40), st.integers(1, 12))
+def test_multiples_of_the_reference_batch_count_its_steps(n, reference, scale):
+    # However the epoch is cut into larger batches, it counts len(loader) reference steps.
+    stream, cursor, total, batch = SampleStream(n), 0, 0, reference * scale
+    while cursor < n:
+        span = stream.batch(cursor, batch)
+        total += counted_samples(len(span), batch, reference)
+        cursor = span.stop
+    assert total == math.ceil(n / reference) * reference
+
+
+def test_a_short_last_batch_counts_at_most_what_was_planned():
+    assert counted_samples(64, 64, 32) == 64
+    assert counted_samples(70, 256, 32) == 96
+    assert counted_samples(5, 16, 32) == 16
+    assert counted_samples(40, 48, 32) == 48
+
+
+@given(st.lists(st.floats(0.01, 20), max_size=60))
+def test_a_scheduler_is_stepped_once_per_whole_reference_step(gains):
+    clock, calls, reference = Clock(), 0, Reference(1)
+    for gain in gains:
+        after = clock.advance(samples=1, gain=gain)
+        now = scheduler_steps(clock.progress, after.progress)
+        assert abs(now - gain) < 1.00001
+        calls += now
+        clock = after
+    assert calls == math.floor(clock.read("progress", reference) + 1e-6)
+
+
+def test_a_shrunk_batch_steps_the_scheduler_seldom_and_rounding_loses_no_step():
+    clock, pattern = Clock(), []
+    for _ in range(30):
+        after = clock.advance(samples=1, gain=0.1)
+        pattern.append(scheduler_steps(clock.progress, after.progress))
+        clock = after
+    assert pattern == ([0] * 9 + [1]) * 3
+    assert scheduler_steps(0.0, 8.0) == 8
+
+
+def test_schedules_are_written_for_the_reference_run():
+    reference = Reference(32, steps_per_epoch=10)
+    clock = Clock(steps=7, samples=6400, counted=6400, progress=50.0)
+    for unit, by_samples, by_progress in (
+        ("steps", 200, 50),
+        ("epochs", 20, 5),
+        ("samples", 6400, 1600),
+    ):
+        identity = Schedule(lambda time: time, unit=unit)
+        assert identity.now(clock, reference) == by_samples
+        identity = Schedule(lambda time: time, unit=unit, clock="progress")
+        assert identity.now(clock, reference) == by_progress
+
+
+def test_a_budget_ends_by_length_or_by_cost():
+    reference = Reference(32)
+    budget = Budget(100, max_samples=5000)
+    assert budget.spent(Clock(samples=4999, progress=99.9), reference) is None
+    assert "100 of 100 reference steps" in budget.spent(Clock(progress=100.0), reference)
+    reason = budget.spent(Clock(samples=5000, progress=60.0), reference)
+    assert "5000 of at most 5000 samples" in reason
+    assert "60 of 100" in reason
+    assert budget.limit(Clock(samples=4990), 64) == 10
+    assert budget.limit(Clock(samples=10), 64) == 64
+    assert Budget(100).limit(Clock(samples=10**9), 64) == 64
+    assert Budget(3, clock="samples").spent(Clock(counted=96), reference)
+
+
+def test_state_round_trips_through_json():
+    clock = Clock().advance(samples=3, gain=0.1, counted=4, tokens=17.5)
+    assert Clock.from_state(json.loads(json.dumps(clock.state()))) == clock
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Clock().advance(samples=0, gain=1.0), r"samples \(0\)"),
+        (lambda: Clock().advance(samples=1, gain=0.0), r"gain \(0.0\) must be above 0"),
+        (lambda: Clock().read("tokens", Reference(1)), "needs tokens_per_step"),
+        (lambda: Clock().read("steps", Reference(1)), "must be one of samples, tokens"),
+        (lambda: Reference(0), r"reference batch size \(0\)"),
+        (lambda: Reference(1, steps_per_epoch=0), "steps_per_epoch"),
+        (lambda: scheduler_steps(2.0, 1.0), "went back from 2.0 to 1.0"),
+        (lambda: counted_samples(9, 8, 8), r"9 samples exceeds its planned batch \(8\)"),
+        (lambda: Schedule(abs, unit="epochs").now(Clock(), Reference(1)), "steps_per_epoch"),
+        (lambda: Schedule(abs, unit="days"), "'days'.*must be one of steps, epochs"),
+        (lambda: Budget(0), "reference_steps"),
+        (lambda: Budget(1, max_samples=0), r"max_samples \(0\)"),
+    ],
+)
+def test_errors_name_the_value_and_the_rule(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

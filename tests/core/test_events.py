@@ -1,0 +1,169 @@
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilin.core.events import (
+    EVENTS,
+    VERSION,
+    Candidate,
+    CheckpointEvent,
+    DecisionEvent,
+    EpochEvent,
+    EventError,
+    FaultEvent,
+    RescaleEvent,
+    StepEvent,
+    UnknownEvent,
+    from_json,
+    to_json,
+)
+
+STEP = StepEvent(
+    time=1.5,
+    step=3,
+    epoch=0,
+    replicas=2,
+    batch_size=64,
+    local_bsz=16,
+    accumulation_steps=2,
+    samples=192,
+    progress=2.75,
+    scale=2.0,
+    gain=1.5,
+    lr_factor=1.5,
+)
+
+floats = st.floats(allow_nan=False)
+common = {"time": floats, "step": st.integers(), "generation": st.integers()}
+candidates = st.builds(
+    Candidate,
+    batch_size=st.integers(),
+    local_bsz=st.integers(),
+    accumulation_steps=st.integers(),
+    goodput=floats,
+)
+events = st.one_of(
+    st.builds(StepEvent, **common),
+    st.builds(DecisionEvent, **common, candidates=st.lists(candidates, max_size=3).map(tuple)),
+    st.builds(RescaleEvent, **common),
+    st.builds(CheckpointEvent, **common),
+    st.builds(FaultEvent, **common),
+    st.builds(EpochEvent, **common),
+).filter(lambda event: event == event)  # a record that holds a NaN equals nothing
+
+
+@given(events)
+def test_events_round_trip(event):
+    line = to_json(event)
+    assert "\n" not in line
+    assert json.loads(line)["version"] == VERSION
+    assert from_json(line) == event
+    assert from_json(line.encode()) == event
+
+
+def test_numbers_that_json_lacks():
+    event = from_json(to_json(dataclasses.replace(STEP, trace=math.inf, loss=math.nan)))
+    assert event.trace == math.inf
+    assert math.isnan(event.loss)
+
+
+def test_an_older_reader_skips_what_a_newer_writer_added():
+    body = json.loads(to_json(STEP))
+    body["temperature"] = {"gpu0": 71}
+    assert from_json(json.dumps(body)) == STEP
+
+
+def test_a_newer_reader_fills_in_what_an_older_writer_lacked():
+    body = json.loads(to_json(STEP))
+    for name in ("generation", "lr", "sqr_norm", "trace", "seconds", "loss"):
+        del body[name]
+    assert from_json(json.dumps(body)) == STEP
+
+
+def test_an_unknown_kind_is_kept_whole():
+    line = '{"version":1,"event":"heartbeat","time":2.0,"step":4,"generation":1,"rank":7}'
+    event = from_json(line)
+    assert event == UnknownEvent(
+        time=2.0, step=4, generation=1, kind="heartbeat", fields={"rank": 7}
+    )
+    assert json.loads(to_json(event)) == json.loads(line)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version 2; this reader knows up to 1"),
+        ({"version": "1"}, "version is '1'"),
+        ({"version": None}, "not an event"),
+        ({"event": 3}, "event is 3"),
+        ({"step": "3"}, r"step.step \('3'\) must be int"),
+        ({"step": True}, r"step.step \(True\) must be int"),
+        ({"gain": "big"}, r"step.gain \('big'\) must be float"),
+        ({"gain": 10**400}, "step.gain .* must be float"),
+        ({"gain": None}, r"step.gain \(None\) must be float"),
+        ({"lr": []}, r"step.lr \(\[\]\) must be float"),
+    ],
+)
+def test_a_broken_field_is_named(change, message):
+    with pytest.raises(EventError, match=message):
+        from_json(json.dumps({**json.loads(to_json(STEP)), **change}))
+
+
+def test_a_missing_field_is_named():
+    body = json.loads(to_json(STEP))
+    del body["gain"]
+    with pytest.raises(EventError, match=r"step\.gain is missing"):
+        from_json(json.dumps(body))
+    decision = '{"version":1,"event":"decision","time":0,"step":0,"batch_size_before":1,'
+    decision += '"batch_size":1,"reason":"","candidates":[{"batch_size":1}]}'
+    with pytest.raises(EventError, match=r"decision.candidates\[0\].local_bsz is missing"):
+        from_json(decision)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+field_names = sorted({f.name for kind in EVENTS.values() for f in dataclasses.fields(kind)})
+
+
+@settings(max_examples=500)
+@given(
+    st.text()
+    | st.binary()
+    | json_values.map(json.dumps)
+    | st.builds(
+        lambda event, change: json.dumps({**json.loads(to_json(event)), **change}),
+        events,
+        st.dictionaries(st.sampled_from([*field_names, "version", "event"]), json_values),
+    )
+)
+def test_whatever_is_in_the_line_only_the_documented_error_comes_out(line):
+    try:
+        event = from_json(line)
+    except EventError:
+        return
+    to_json(event)
+
+
+def test_the_schema_is_frozen():
+    # Adding a field with a default is fine: extend this table. Anything else changes what older
+    # readers understand and must raise VERSION.
+    schema = {name: [f.name for f in dataclasses.fields(kind)] for name, kind in EVENTS.items()}
+    head = ["time", "step", "generation"]
+    size = ["epoch", "replicas", "batch_size", "local_bsz", "accumulation_steps", "samples"]
+    worth = ["progress", "scale", "gain", "lr_factor", "lr", "sqr_norm", "trace"]
+    assert VERSION == 1
+    assert schema == {
+        "step": [*head, *size, *worth, "seconds", "loss"],
+        "decision": [*head, "batch_size_before", "batch_size", "reason", "candidates"],
+        "rescale": [*head, "replicas_before", "replicas", "reason", "seconds"],
+        "checkpoint": [*head, "action", "path", "num_bytes", "seconds", "detail"],
+        "fault": [*head, "kind", "detail", "replica"],
+        "epoch": [*head, "epoch", "samples", "progress"],
+    }

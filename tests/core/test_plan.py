@@ -1,0 +1,167 @@
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from resilin.core.plan import BatchBounds, BatchPlan, PlanError
+
+batches = st.integers(1, 5000)
+replica_counts = st.integers(1, 64)
+limits = st.integers(1, 300)
+
+
+def sizes(plan: BatchPlan) -> list[int]:
+    return [size for r in range(plan.replicas) for size in plan.micro_batches(r)]
+
+
+@given(batches, replica_counts, st.none() | limits)
+def test_equal_replicas_split_exactly(batch, replicas, max_local):
+    plan = BatchPlan(batch, replicas, max_local_bsz=max_local)
+    every = sizes(plan)
+    assert sum(every) == batch
+    assert max(every) - min(every) <= 1
+    assert min(every) >= 1
+    assert max_local is None or max(every) <= max_local
+    assert plan.batch_size == max(every)
+    assert plan.steps == max(len(plan.micro_batches(r)) for r in range(replicas))
+    shares = [plan.share(r) for r in range(replicas)]
+    assert max(shares) - min(shares) <= 1
+    # No more accumulation than the maximum forces.
+    assert plan.steps == (1 if max_local is None else -(-max(shares) // max_local))
+
+
+@given(batches, replica_counts, limits, limits, st.booleans())
+def test_a_plan_keeps_every_bound_or_is_refused(batch, replicas, a, b, accumulate):
+    lower, upper = min(a, b), max(a, b)
+    bounds = BatchBounds(local_bsz_bounds=(lower, upper), gradient_accumulation=accumulate)
+    smallest, largest = batch // replicas, -(-batch // replicas)
+    steps = -(-largest // upper)
+    if smallest // steps < lower or (steps > 1 and not accumulate):
+        # Every refusal names two of the numbers that clash.
+        with pytest.raises(PlanError, match=r"\(\d+\).*\(\d+\)"):
+            bounds.plan(batch, replicas)
+        return
+    plan = bounds.plan(batch, replicas)
+    assert all(lower <= size <= upper for size in sizes(plan))
+    assert all(plan.micro_batches(r) for r in range(replicas))
+    assert accumulate or plan.steps == 1
+
+
+@given(
+    batches,
+    st.lists(st.sampled_from([0.5, 1.0, 1.7, 3.0, 40.0]), min_size=1, max_size=32),
+    st.none() | limits,
+    st.booleans(),
+)
+def test_unequal_replicas_split_exactly(batch, speeds, max_local, accumulate):
+    replicas = len(speeds)
+    assume(accumulate or max_local is None or batch <= replicas * max_local)
+    plan = BatchPlan(
+        batch,
+        replicas,
+        max_local_bsz=max_local,
+        speeds=tuple(speeds),
+        gradient_accumulation=accumulate,
+    )
+    every = sizes(plan)
+    assert sum(every) == batch
+    assert max_local is None or max(every) <= max_local
+    assert plan.batch_size == max(every)
+    assert accumulate or plan.steps == 1
+    for speed in set(speeds):
+        alike = [r for r in range(replicas) if speeds[r] == speed]
+        shares = [plan.share(r) for r in alike]
+        assert max(shares) - min(shares) <= 1
+        within = [size for r in alike for size in plan.micro_batches(r)]
+        assert not within or max(within) - min(within) <= 1
+    if accumulate or max_local is None:
+        total = sum(speeds)
+        for replica, speed in enumerate(speeds):
+            assert abs(plan.share(replica) - batch * speed / total) <= 1
+
+
+def test_a_fast_replica_that_is_full_leaves_the_rest_to_the_others():
+    plan = BatchPlan(100, 3, max_local_bsz=40, gradient_accumulation=False, speeds=(8.0, 1.0, 1.0))
+    assert [plan.share(r) for r in range(3)] == [40, 30, 30]
+
+
+def test_256_over_64():
+    rows = {1: (64, 4), 2: (64, 2), 3: (43, 2), 4: (64, 1), 5: (52, 1)}
+    for replicas, (local, steps) in rows.items():
+        plan = BatchPlan(256, replicas, max_local_bsz=64)
+        assert (plan.batch_size, plan.steps) == (local, steps)
+        assert (plan.gpus, plan.global_batch_size) == (replicas, 256)
+
+
+def test_300_over_64_does_not_exceed_the_maximum():
+    # Rounding the number of micro-batches down would give 4 of 75.
+    assert BatchPlan(300, 1, max_local_bsz=64).micro_batches(0) == (60,) * 5
+
+
+def test_more_replicas_than_samples_leaves_some_without():
+    plan = BatchPlan(2, 4)
+    assert [plan.micro_batches(r) for r in range(4)] == [(1,), (1,), (), ()]
+
+
+def test_eleven_replicas_cannot_be_scheduled():
+    bounds = BatchBounds(max_batch_size=1000, local_bsz_bounds=(100, 200))
+    assert bounds.max_replicas == 10
+    bounds.check_replicas(10)
+    with pytest.raises(PlanError, match=r"11 replicas cannot be scheduled.*\(100\).*\(1000\)"):
+        bounds.check_replicas(11)
+    with pytest.raises(PlanError, match="11 replicas"):
+        bounds.plan(900, 11)
+    assert bounds.possible_replicas(550, range(1, 12)) == [1, 2, 3, 4, 5]
+
+
+def test_the_table_names_what_is_not_possible():
+    table = BatchBounds(local_bsz_bounds=(40, 64)).table(256, [1, 2, 4, 7])
+    assert table.splitlines()[:4] == [
+        "replicas  local batch x accumulation",
+        "       1  64 x 4",
+        "       2  64 x 2",
+        "       4  64 x 1",
+    ]
+    assert "7 replicas cannot be scheduled" in table.splitlines()[4]
+
+
+def test_bounds_leave_holes_when_they_are_narrow():
+    with pytest.raises(PlanError, match=r"share of 70 needs 2 micro-batches.*\(35\).*\(60\)"):
+        BatchBounds(local_bsz_bounds=(60, 64)).plan(70, 1)
+
+
+def test_accumulation_can_be_off():
+    bounds = BatchBounds(local_bsz_bounds=(1, 64), gradient_accumulation=False)
+    assert bounds.plan(128, 2).steps == 1
+    with pytest.raises(PlanError, match=r"\(129\) exceeds replicas \(2\) x largest local batch \(64\)"):
+        bounds.plan(129, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BatchPlan(0, 1), r"global_batch_size \(0\) must be at least 1"),
+        (lambda: BatchPlan(8, 0), r"replicas \(0\)"),
+        (lambda: BatchPlan(8.0, 1), r"global_batch_size \(8.0\) must be a whole number"),
+        (lambda: BatchPlan(8, 1, max_local_bsz=0), r"max_local_bsz \(0\)"),
+        (lambda: BatchPlan(8, 2, speeds=(1.0,)), "speeds has 1 entries but there are 2"),
+        (lambda: BatchPlan(8, 2, speeds=(1.0, 0.0)), "speeds must be finite and above 0"),
+        (lambda: BatchPlan(8, 2).share(2), r"replica \(2\) must be in \[0, 2\)"),
+        (lambda: BatchBounds(local_bsz_bounds=(9, 8)), r"\(9\) must be at most .* \(8\)"),
+        (lambda: BatchBounds(local_bsz_bounds=(0, 8)), r"lower bound .* \(0\)"),
+        (lambda: BatchBounds(local_bsz_bounds=8), "must be a pair"),
+        (lambda: BatchBounds(7, (8, 9)), r"max_batch_size \(7\) must be at least .* \(8\)"),
+        (lambda: BatchBounds(100).plan(101, 1), r"\(101\) exceeds max_batch_size \(100\)"),
+        (lambda: BatchBounds().possible_replicas(0, [1]), r"global_batch_size \(0\)"),
+    ],
+)
+def test_errors_name_the_value_and_the_rule(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_plan_for_many_replicas_builds_nothing_of_their_number():
+    plan = BatchPlan(10**6 + 3, 10**5, max_local_bsz=4)
+    assert plan.micro_batches(99_999) == (4, 3, 3)
+    assert plan.micro_batches(0) == (4, 4, 3)
+    speeds = BatchPlan(10**6, 10**5, speeds=(1.0, 3.0) * 50_000)
+    assert (speeds.share(0), speeds.share(1)) == (5, 15)

@@ -1,0 +1,60 @@
+"""Every promise in prose that can run, runs: docstrings, pages, README, examples, figures."""
+
+import doctest
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import resilin.core
+
+ROOT = Path(__file__).parents[1]
+MODULES = [f"resilin.core.{m.name}" for m in pkgutil.iter_modules(resilin.core.__path__)]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
+
+
+def run(*args: object) -> str:
+    # One thread: examples are small, and several may run at once.
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_there_are_docstring_examples():
+    finder = doctest.DocTestFinder()
+    found = [t for name in MODULES for t in finder.find(importlib.import_module(name))]
+    assert sum(len(test.examples) for test in found) >= 5
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages(page):
+    run("docs/blocks.py", page)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_examples(example):
+    run(example)
+
+
+def test_the_elastic_example_matches_the_reference_run():
+    rows = [line.split() for line in run("examples/elastic_in_numpy.py").splitlines()[1:]]
+    (_, steps, _, _, loss), (_, elastic_steps, _, _, elastic_loss) = rows
+    assert int(elastic_steps) < 0.6 * int(steps)
+    assert abs(float(elastic_loss) - float(loss)) < 0.005
+
+
+def test_the_concepts_figure_is_what_its_script_draws(tmp_path):
+    run("docs/figures/concepts.py", "--out", tmp_path / "concepts.svg")
+    assert (tmp_path / "concepts.svg").stat().st_size > 10_000

@@ -1,0 +1,45 @@
+import subprocess
+import sys
+
+import pytest
+
+import resilin
+
+RUN = {"capture_output": True, "text": True, "timeout": 60, "check": True}
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], **RUN).stdout.strip()
+
+
+def test_the_public_names_are_frozen():
+    # A new name is a promise: add it here, in the docs and in the changelog.
+    assert resilin.__all__ == [
+        "BatchBounds",
+        "BatchPlan",
+        "BatchTrace",
+        "CapacityTrace",
+        "PowerRule",
+    ]
+    for name in resilin.__all__:
+        assert getattr(resilin, name).__module__.startswith("resilin.")
+        assert name in dir(resilin)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        resilin.Trainer  # noqa: B018
+
+
+@pytest.mark.parametrize("statement", ["import resilin.core", "from resilin import *"])
+def test_the_core_leaves_torch_unloaded(statement):
+    assert python(f"import sys; {statement}; print('torch' in sys.modules)") == "False"
+
+
+def test_the_core_imports_in_less_than_300_ms():
+    code = (
+        "import time; start = time.perf_counter(); import resilin.core; "
+        "print(time.perf_counter() - start)"
+    )
+    # The machine may be busy; the import is what it is when it is left alone.
+    assert min(float(python(code)) for _ in range(5)) < 0.3
