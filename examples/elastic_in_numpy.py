@@ -21,7 +21,7 @@ from resilin.core import (
     Ownership,
     Reference,
     SampleStream,
-    counted_samples,
+    step_scale,
 )
 from resilin.core.clock import Budget
 from resilin.core.noise import default_horizon, from_micro_batches, gain
@@ -82,10 +82,11 @@ def train(x: np.ndarray, y: np.ndarray, capacity: CapacityTrace | None) -> tuple
         if len(sizes) > 1:
             norms = [float(g @ g) for g in gradients]
             average = average.update(from_micro_batches(sizes, norms, float(mean @ mean)))
-        counted = counted_samples(len(span), batch, REFERENCE.batch_size)
+        scale = step_scale(len(span), batch, REFERENCE.batch_size)
+        r = gain(average.noise, scale * REFERENCE.batch_size, REFERENCE.batch_size)
         (factors,) = group_factors(
             rule,
-            batch_size=counted,
+            batch_size=scale * REFERENCE.batch_size,
             reference=REFERENCE.batch_size,
             noise=[average.noise],
             elapsed=clock.progress,
@@ -94,8 +95,7 @@ def train(x: np.ndarray, y: np.ndarray, capacity: CapacityTrace | None) -> tuple
         weights = weights - 0.5 * schedule * factors.lr * mean
 
         # Commit: cursor and clock advance together, once.
-        r = gain(average.noise, counted, REFERENCE.batch_size)
-        clock = clock.advance(samples=len(span), counted=counted, gain=r)
+        clock = clock.advance(samples=len(span), scale=scale, gain=r)
         cursor = span.stop
     return weights, clock
 

@@ -252,7 +252,7 @@ def test_hangs(capfd):
         snooze()
 
 @pair
-@pytest.mark.timeout(6)
+@pytest.mark.timeout(4)
 def test_hangs_after_it_passed():
     def linger():
         time.sleep(1000)
@@ -500,8 +500,9 @@ def descendants(pid: int) -> set[int]:
 def test_nothing_is_left_after_a_session(tmp_path: Path, number: signal.Signals) -> None:
     with start_session(tmp_path, INNER_STUCK) as session:
         try:
-            ready = lambda: [path.read_text() for path in tmp_path.rglob("ready")] == ["xx"]
-            assert wait_until(ready), (tmp_path / "output").read_text()
+            assert wait_until(
+                lambda: [path.read_text() for path in tmp_path.rglob("ready")] == ["xx"]
+            ), (tmp_path / "output").read_text()
             started = descendants(session.pid)
             assert len(started) >= 5  # the fork server, two ranks and a child of each
             session.send_signal(number)

@@ -256,15 +256,17 @@ def _watch(ranks: Sequence[Rank], deadline: float | None) -> None:
             for rank in ranks:
                 if rank.outcome:
                     rank.line.close()  # the rank waits for this before it goes
-    if grace is None and running:
+    if grace is not None:
         for rank in running:
-            os.kill(rank.process.pid, STACK_SIGNAL)
+            if rank.outcome is None:
+                rank.replace(KILLED, f"{GRACE_SECONDS:g} s after the first rank broke")
+        return
+    stuck = [rank for rank in running if rank.outcome is None or rank.line.closed]
+    for rank in stuck:
+        os.kill(rank.process.pid, STACK_SIGNAL)
+        rank.replace(STUCK, "when time was up")
+    if stuck:
         time.sleep(STACK_SECONDS)
-    for rank in running:
-        if grace is None:
-            rank.replace(STUCK, "when time was up")
-        elif rank.outcome is None:
-            rank.replace(KILLED, f"{GRACE_SECONDS:g} s after the first rank broke")
 
 
 def _conclude(ranks: Sequence[Rank]) -> None:

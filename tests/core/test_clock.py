@@ -10,61 +10,85 @@ from resilin.core.clock import (
     Clock,
     Reference,
     Schedule,
-    counted_samples,
     scheduler_steps,
+    step_scale,
 )
 from resilin.core.stream import SampleStream
 
 
 def test_the_measures_advance_together():
-    clock = Clock().advance(samples=64, gain=1.5, tokens=640)
-    clock = clock.advance(samples=7, gain=1.0, counted=32)
-    assert clock == Clock(steps=2, samples=71, counted=96, tokens=640, progress=2.5)
+    clock = Clock().advance(samples=64, scale=2, gain=1.5, tokens=640)
+    clock = clock.advance(samples=7, scale=1, gain=1.0)
+    assert clock == Clock(steps=2, samples=71, tokens=640, progress=2.5, sample_steps=3)
     reference = Reference(32, tokens_per_step=320)
     assert clock.read("progress", reference) == 2.5
     assert clock.read("samples", reference) == 3
     assert clock.read("tokens", reference) == 2
 
 
-@given(st.integers(1, 500), st.integers(1, 64), st.integers(1, 5))
-def test_at_the_reference_batch_the_clock_counts_as_a_plain_loop(n, batch, epochs):
+@given(st.integers(1, 500), st.integers(1, 64), st.integers(1, 5), st.booleans())
+def test_at_the_reference_batch_the_clock_counts_as_a_plain_loop(n, batch, epochs, drop):
     # A plain loop steps its scheduler once per batch, short last batches included.
+    tail = "drop" if drop and batch <= n else "short"
     stream, clock, cursor, reference, steps = SampleStream(n), Clock(), 0, Reference(batch), 0
-    while cursor < n * epochs:
-        span = stream.batch(cursor, batch)
-        counted = counted_samples(len(span), batch, batch)
-        after = clock.advance(samples=len(span), gain=1.0, counted=counted)
+    per_epoch = n // batch if tail == "drop" else math.ceil(n / batch)
+    while steps < per_epoch * epochs:
+        span = stream.batch(cursor, batch, tail=tail)
+        scale = step_scale(len(span), batch, batch)
+        assert scale == 1
+        after = clock.advance(
+            samples=len(span),
+            scale=scale,
+            gain=1.0,
+            sample_steps=stream.reference_steps(span.stop, batch, tail=tail),
+        )
         for name in ("samples", "progress"):
             now, then = clock.read(name, reference), after.read(name, reference)
             assert scheduler_steps(now, then) == 1
         clock, cursor, steps = after, span.stop, steps + 1
-    assert steps == math.ceil(n / batch) * epochs
-    assert clock.samples == n * epochs
+    assert clock.read("progress", reference) == steps
 
 
-@given(st.integers(1, 400), st.integers(1, 40), st.integers(1, 12))
-def test_multiples_of_the_reference_batch_count_its_steps(n, reference, scale):
-    # However the epoch is cut into larger batches, it counts len(loader) reference steps.
-    stream, cursor, total, batch = SampleStream(n), 0, 0, reference * scale
+@given(
+    st.integers(1, 400),
+    st.integers(1, 40),
+    st.lists(st.integers(1, 200), min_size=1, max_size=9),
+    st.sampled_from(["short", "straddle", "drop"]),
+)
+def test_however_an_epoch_is_cut_it_counts_the_steps_of_the_reference_run(n, ref, sizes, tail):
+    stream, clock, cursor = SampleStream(n), Clock(), 0
     while cursor < n:
-        span = stream.batch(cursor, batch)
-        total += counted_samples(len(span), batch, reference)
-        cursor = span.stop
-    assert total == math.ceil(n / reference) * reference
+        batch = sizes[clock.steps % len(sizes)]
+        if tail == "drop" and batch > n - cursor % n:
+            cursor += n - cursor % n
+            continue
+        span = stream.batch(cursor, batch, tail=tail)
+        reading = stream.reference_steps(span.stop, ref, tail=tail)
+        scale = step_scale(len(span), batch, ref)
+        clock, cursor = (
+            clock.advance(samples=len(span), scale=scale, gain=1.0, sample_steps=reading),
+            span.stop,
+        )
+    if tail == "short":
+        assert clock.read("samples", Reference(ref)) == math.ceil(n / ref)
+    elif tail == "straddle":
+        assert clock.read("samples", Reference(ref)) == pytest.approx(cursor / ref)
+    else:
+        assert stream.reference_steps(n, ref, tail=tail) == n // ref
 
 
-def test_a_short_last_batch_counts_at_most_what_was_planned():
-    assert counted_samples(64, 64, 32) == 64
-    assert counted_samples(70, 256, 32) == 96
-    assert counted_samples(5, 16, 32) == 16
-    assert counted_samples(40, 48, 32) == 48
+def test_a_short_last_batch_has_at_most_the_planned_scale():
+    assert step_scale(64, 64, 32) == 2
+    assert step_scale(70, 256, 32) == 3
+    assert step_scale(5, 16, 32) == 0.5
+    assert step_scale(40, 48, 32) == 1.5
 
 
 @given(st.lists(st.floats(0.01, 20), max_size=60))
 def test_a_scheduler_is_stepped_once_per_whole_reference_step(gains):
     clock, calls, reference = Clock(), 0, Reference(1)
     for gain in gains:
-        after = clock.advance(samples=1, gain=gain)
+        after = clock.advance(samples=1, scale=1, gain=gain)
         now = scheduler_steps(clock.progress, after.progress)
         assert abs(now - gain) < 1.00001
         calls += now
@@ -75,7 +99,7 @@ def test_a_scheduler_is_stepped_once_per_whole_reference_step(gains):
 def test_a_shrunk_batch_steps_the_scheduler_seldom_and_rounding_loses_no_step():
     clock, pattern = Clock(), []
     for _ in range(30):
-        after = clock.advance(samples=1, gain=0.1)
+        after = clock.advance(samples=1, scale=1, gain=0.1)
         pattern.append(scheduler_steps(clock.progress, after.progress))
         clock = after
     assert pattern == ([0] * 9 + [1]) * 3
@@ -84,7 +108,7 @@ def test_a_shrunk_batch_steps_the_scheduler_seldom_and_rounding_loses_no_step():
 
 def test_schedules_are_written_for_the_reference_run():
     reference = Reference(32, steps_per_epoch=10)
-    clock = Clock(steps=7, samples=6400, counted=6400, progress=50.0)
+    clock = Clock(steps=7, samples=6400, progress=50.0, sample_steps=200.0)
     for unit, by_samples, by_progress in (
         ("steps", 200, 50),
         ("epochs", 20, 5),
@@ -107,25 +131,29 @@ def test_a_budget_ends_by_length_or_by_cost():
     assert budget.limit(Clock(samples=4990), 64) == 10
     assert budget.limit(Clock(samples=10), 64) == 64
     assert Budget(100).limit(Clock(samples=10**9), 64) == 64
-    assert Budget(3, clock="samples").spent(Clock(counted=96), reference)
+    assert Budget(3, clock="samples").spent(Clock(sample_steps=3.0), reference)
 
 
 def test_state_round_trips_through_json():
-    clock = Clock().advance(samples=3, gain=0.1, counted=4, tokens=17.5)
+    clock = Clock().advance(samples=3, scale=0.5, gain=0.1, tokens=17.5)
     assert Clock.from_state(json.loads(json.dumps(clock.state()))) == clock
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Clock().advance(samples=0, gain=1.0), r"samples \(0\)"),
-        (lambda: Clock().advance(samples=1, gain=0.0), r"gain \(0.0\) must be above 0"),
+        (lambda: Clock().advance(samples=0, scale=1, gain=1.0), r"samples \(0\)"),
+        (lambda: Clock().advance(samples=1, scale=1, gain=0.0), r"gain \(0.0\) must be above 0"),
+        (
+            lambda: Clock(sample_steps=2.0).advance(samples=1, scale=1, gain=1, sample_steps=1.0),
+            "went back from 2.0 to 1.0",
+        ),
         (lambda: Clock().read("tokens", Reference(1)), "needs tokens_per_step"),
         (lambda: Clock().read("steps", Reference(1)), "must be one of samples, tokens"),
         (lambda: Reference(0), r"reference batch size \(0\)"),
         (lambda: Reference(1, steps_per_epoch=0), "steps_per_epoch"),
         (lambda: scheduler_steps(2.0, 1.0), "went back from 2.0 to 1.0"),
-        (lambda: counted_samples(9, 8, 8), r"9 samples exceeds its planned batch \(8\)"),
+        (lambda: step_scale(9, 8, 8), r"9 samples exceeds its planned batch \(8\)"),
         (lambda: Schedule(abs, unit="epochs").now(Clock(), Reference(1)), "steps_per_epoch"),
         (lambda: Schedule(abs, unit="days"), "'days'.*must be one of steps, epochs"),
         (lambda: Budget(0), "reference_steps"),

@@ -132,7 +132,9 @@ def test_bounds_leave_holes_when_they_are_narrow():
 def test_accumulation_can_be_off():
     bounds = BatchBounds(local_bsz_bounds=(1, 64), gradient_accumulation=False)
     assert bounds.plan(128, 2).steps == 1
-    with pytest.raises(PlanError, match=r"\(129\) exceeds replicas \(2\) x largest local batch \(64\)"):
+    with pytest.raises(
+        PlanError, match=r"\(129\) exceeds replicas \(2\) x largest local batch \(64\)"
+    ):
         bounds.plan(129, 2)
 
 

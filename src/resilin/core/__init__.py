@@ -5,7 +5,7 @@ asked for with a seed. Live training, trace replay, simulators and tests all run
 functions.
 """
 
-from resilin.core.clock import Budget, Clock, Reference, Schedule, counted_samples, scheduler_steps
+from resilin.core.clock import Budget, Clock, Reference, Schedule, scheduler_steps, step_scale
 from resilin.core.noise import Noise, NoiseAverage, NoiseSample
 from resilin.core.plan import BatchBounds, BatchPlan, PlanError
 from resilin.core.rules import LEGW, Factors, PowerRule, Scaling, ScalingRule
@@ -33,6 +33,6 @@ __all__ = [
     "ScalingRule",
     "Schedule",
     "TraceError",
-    "counted_samples",
     "scheduler_steps",
+    "step_scale",
 ]

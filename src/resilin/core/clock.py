@@ -50,12 +50,12 @@ class Reference:
             _validate.real("tokens_per_step", self.tokens_per_step, above=0)
 
 
-def counted_samples(actual: int, planned: int, reference: int) -> int:
-    """Samples that a step counts for, at most `planned`.
+def step_scale(actual: int, planned: int, reference: int) -> float:
+    """The scale S of a step, also for the short last batch of an epoch.
 
-    The last batch of an epoch may be short. The reference run had a short last batch too, and
-    its scheduler counted it as a whole step, so the remainder counts as the whole reference
-    steps that it would have taken. That keeps `len(loader)` and the clock in agreement.
+    The reference run had a short last batch too, and stepped with its full learning rate. So a
+    remainder has the scale of the whole reference steps it would have made, at most the scale
+    that was planned: at the reference batch S is always 1.
 
     Args:
         actual: Samples really in the batch.
@@ -63,9 +63,12 @@ def counted_samples(actual: int, planned: int, reference: int) -> int:
         reference: The reference batch size.
     """
     _validate.whole("actual", actual, at_least=1)
+    _validate.whole("reference", reference, at_least=1)
     if actual > planned:
         raise ValueError(f"a step of {actual} samples exceeds its planned batch ({planned})")
-    return planned if actual == planned else min(planned, -(-actual // reference) * reference)
+    if actual == planned:
+        return planned / reference
+    return min(planned / reference, float(-(-actual // reference)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,33 +79,45 @@ class Clock:
     """Optimizer steps committed."""
     samples: int = 0
     """Samples used, exactly."""
-    counted: int = 0
-    """Samples with short last batches counted as the reference run counts them."""
     tokens: float = 0.0
     """Tokens (or any weight of the batches) used."""
     progress: float = 0.0
     """Accumulated gain, in reference steps."""
+    sample_steps: float = 0.0
+    """Reference steps by samples: those the reference run made with as many samples."""
 
     def advance(
-        self, *, samples: int, gain: float, counted: int | None = None, tokens: float = 0.0
+        self,
+        *,
+        samples: int,
+        scale: float,
+        gain: float,
+        tokens: float = 0.0,
+        sample_steps: float | None = None,
     ) -> Clock:
         """Commits one optimizer step.
 
         Args:
             samples: Samples in the step.
+            scale: Its scale S, as from `step_scale`.
             gain: Reference steps the step was worth.
-            counted: `counted_samples` of the step; None for a whole batch.
             tokens: Tokens in the step.
+            sample_steps: The new reading of the samples clock, where a sample stream knows it
+                exactly (`SampleStream.reference_steps`); None adds the scale.
         """
         _validate.whole("samples", samples, at_least=1)
+        _validate.real("scale", scale, above=0)
         _validate.real("gain", gain, above=0)
         _validate.real("tokens", tokens, at_least=0)
+        after = self.sample_steps + scale if sample_steps is None else sample_steps
+        if after < self.sample_steps:
+            raise ValueError(f"the samples clock went back from {self.sample_steps} to {after}")
         return Clock(
             steps=self.steps + 1,
             samples=self.samples + samples,
-            counted=self.counted + (samples if counted is None else counted),
             tokens=self.tokens + tokens,
             progress=self.progress + gain,
+            sample_steps=after,
         )
 
     def read(self, clock: ClockName, reference: Reference) -> float:
@@ -115,7 +130,7 @@ class Clock:
         if clock == "progress":
             return self.progress
         if clock == "samples":
-            return self.counted / reference.batch_size
+            return self.sample_steps
         if reference.tokens_per_step is None:
             raise ValueError("the tokens clock needs tokens_per_step of the reference run")
         return self.tokens / reference.tokens_per_step
@@ -152,7 +167,7 @@ class Schedule(Generic[_T]):
 
     Examples:
         >>> warm = Schedule(lambda epoch: 128 if epoch < 5 else 1024, unit="epochs")
-        >>> warm.now(Clock(counted=1280), Reference(128, steps_per_epoch=2))
+        >>> warm.now(Clock(sample_steps=10.0), Reference(128, steps_per_epoch=2))
         1024
     """
 

@@ -78,8 +78,9 @@ class BatchPlan:
         if replicas * self.min_local_bsz > batch:
             raise PlanError(
                 f"{replicas} replicas cannot be scheduled: replicas ({replicas}) x smallest local "
-                f"batch ({self.min_local_bsz}) = {replicas * self.min_local_bsz} exceeds the global "
-                f"batch size ({batch}), which allows at most {batch // self.min_local_bsz} replicas"
+                f"batch ({self.min_local_bsz}) = {replicas * self.min_local_bsz} exceeds the "
+                f"global batch size ({batch}), which allows at most "
+                f"{batch // self.min_local_bsz} replicas"
             )
         if self.gradient_accumulation or self.max_local_bsz is None:
             return

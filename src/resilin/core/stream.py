@@ -1,9 +1,10 @@
 """The sample stream: an endless, seeded order of samples that no world size can change.
 
 All data state is `(seed, cursor)`. The order of an epoch is computed, not stored (but for a
-small table below 65,537 samples): any slice of 10^10 samples costs as much as its own length. The permutation is ours, down to the
-hash, because a resumed run must see the same order after any upgrade of numpy or torch; its
-`VERSION` is part of the saved state, and a change of the order must raise it.
+small table below 65,537 samples): any slice of 10^10 samples costs as much as its own length.
+The permutation is ours, down to the hash, because a resumed run must see the same order after
+any upgrade of numpy or torch; its `VERSION` is part of the saved state, and a change of the
+order must raise it.
 """
 
 from __future__ import annotations
@@ -186,6 +187,34 @@ class SampleStream:
                 "dropping the last batch would drop every sample"
             )
         return range(cursor + left, cursor + left + batch_size)
+
+    def reference_steps(self, cursor: int, reference: int, *, tail: Tail = "short") -> float:
+        """How many steps the reference run had made when it stood at this cursor.
+
+        Reference steps and samples are proportional within an epoch, whatever batches the epoch
+        was really cut into, and agree with `len(loader)` of the reference run at its end: a short
+        last batch counts as a whole step, as in any PyTorch loop.
+
+        Args:
+            cursor: A position in the stream.
+            reference: The reference batch size.
+            tail: What the reference run did with the last batch of an epoch.
+        """
+        epoch, offset = divmod(_validate.whole("cursor", cursor, at_least=0), self.num_samples)
+        per_epoch = self.steps_per_epoch(reference, tail=tail)
+        if tail == "drop":
+            return epoch * per_epoch + min(offset / reference, per_epoch)
+        return epoch * per_epoch + offset * per_epoch / self.num_samples
+
+    def steps_per_epoch(self, batch_size: int, *, tail: Tail = "short") -> float:
+        """Steps in one epoch at a fixed batch size; not a whole number if batches straddle."""
+        _validate.whole("batch_size", batch_size, at_least=1)
+        _validate.one_of("tail", tail, TAILS)
+        if tail == "straddle":
+            return self.num_samples / batch_size
+        if tail == "drop":
+            return self.num_samples // batch_size
+        return -(-self.num_samples // batch_size)
 
     def state(self, cursor: int) -> dict[str, Any]:
         """The whole data state, for a checkpoint; JSON-compatible."""
