@@ -356,14 +356,21 @@ class Case(NamedTuple):
     seconds: float
 
 
-def start_session(path: Path, tests: str) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def inner_session(path: Path, tests: str) -> Iterator[subprocess.Popen[bytes]]:
     (path / "conftest.py").write_text(INNER_CONFTEST)
     (path / "test_inner.py").write_text(tests)
     command = [sys.executable, "-m", "pytest", path, "--rootdir", path, "--basetemp", path / "tmp"]
     command += ["-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider"]
     command += ["--junit-xml", path / "report.xml", "-o", "junit_logging=all"]
-    with (path / "output").open("w") as output:
-        return subprocess.Popen(command, cwd=path, stdout=output, stderr=output)
+    with (
+        (path / "output").open("w") as output,
+        subprocess.Popen(command, cwd=path, stdout=output, stderr=output) as session,
+    ):
+        try:
+            yield session
+        finally:
+            session.kill()
 
 
 def read_report(path: Path) -> dict[str, Case]:
@@ -383,7 +390,7 @@ def read_report(path: Path) -> dict[str, Case]:
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     path = tmp_path_factory.mktemp("inner")
-    with start_session(path, INNER_TESTS) as session:
+    with inner_session(path, INNER_TESTS) as session:
         assert session.wait() == pytest.ExitCode.TESTS_FAILED, (path / "output").read_text()
     return read_report(path)
 
@@ -498,17 +505,14 @@ def descendants(pid: int) -> set[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_after_a_session(tmp_path: Path, number: signal.Signals) -> None:
-    with start_session(tmp_path, INNER_STUCK) as session:
-        try:
-            assert wait_until(
-                lambda: [path.read_text() for path in tmp_path.rglob("ready")] == ["xx"]
-            ), (tmp_path / "output").read_text()
-            started = descendants(session.pid)
-            assert len(started) >= 5  # the fork server, two ranks and a child of each
-            session.send_signal(number)
-            assert wait_until(lambda: not any(map(is_alive, started)), SOON)
-        finally:
-            session.kill()
+    with inner_session(tmp_path, INNER_STUCK) as session:
+        assert wait_until(
+            lambda: [path.read_text() for path in tmp_path.rglob("ready")] == ["xx"]
+        ), (tmp_path / "output").read_text()
+        started = descendants(session.pid)
+        assert len(started) >= 5  # the fork server, two ranks and a child of each
+        session.send_signal(number)
+        assert wait_until(lambda: not any(map(is_alive, started)), SOON)
 
 
 @pytest.mark.parametrize(
@@ -545,7 +549,7 @@ def test_all_markers_are_checked_before_a_test_is_run(tmp_path: Path) -> None:
             def test_not_a_plain_function(self):
                 pass
     """
-    with start_session(tmp_path, textwrap.dedent(tests)) as session:
+    with inner_session(tmp_path, textwrap.dedent(tests)) as session:
         assert session.wait() == pytest.ExitCode.USAGE_ERROR
     output = (tmp_path / "output").read_text()
     assert "test_not_a_plain_function: mark.world_size: only a plain test function" in output

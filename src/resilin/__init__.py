@@ -9,21 +9,56 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from resilin.core.clock import Schedule
     from resilin.core.plan import BatchBounds, BatchPlan
     from resilin.core.rules import PowerRule
     from resilin.core.trace import BatchTrace, CapacityTrace
+    from resilin.engine.group import init_process_group
+    from resilin.training.accumulator import Accumulator
+    from resilin.training.epochs import remaining_epochs_until
+    from resilin.training.job import current_job, reset_job
+    from resilin.training.loader import AdaptiveDataLoader
+    from resilin.training.optimizer import accumulate
+    from resilin.training.parallel import AdaptiveDataParallel
+    from resilin.training.planning import plan
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
+    "Accumulator": "resilin.training.accumulator",
+    "AdaptiveDataLoader": "resilin.training.loader",
+    "AdaptiveDataParallel": "resilin.training.parallel",
     "BatchBounds": "resilin.core.plan",
     "BatchPlan": "resilin.core.plan",
     "BatchTrace": "resilin.core.trace",
     "CapacityTrace": "resilin.core.trace",
     "PowerRule": "resilin.core.rules",
+    "Schedule": "resilin.core.clock",
+    "accumulate": "resilin.training.optimizer",
+    "current_job": "resilin.training.job",
+    "init_process_group": "resilin.engine.group",
+    "plan": "resilin.training.planning",
+    "remaining_epochs_until": "resilin.training.epochs",
+    "reset_job": "resilin.training.job",
 }
 
-__all__ = ["BatchBounds", "BatchPlan", "BatchTrace", "CapacityTrace", "PowerRule"]
+__all__ = [
+    "Accumulator",
+    "AdaptiveDataLoader",
+    "AdaptiveDataParallel",
+    "BatchBounds",
+    "BatchPlan",
+    "BatchTrace",
+    "CapacityTrace",
+    "PowerRule",
+    "Schedule",
+    "accumulate",
+    "current_job",
+    "init_process_group",
+    "plan",
+    "remaining_epochs_until",
+    "reset_job",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -102,6 +102,12 @@ def test_more_replicas_than_samples_leaves_some_without():
     assert [plan.micro_batches(r) for r in range(4)] == [(1,), (1,), (), ()]
 
 
+def test_a_lower_bound_of_zero_lets_replicas_go_without():
+    bounds = BatchBounds(10, (0, 4))
+    assert bounds.max_replicas is None
+    assert [bounds.plan(2, 3).micro_batches(r) for r in range(3)] == [(1,), (1,), ()]
+
+
 def test_eleven_replicas_cannot_be_scheduled():
     bounds = BatchBounds(max_batch_size=1000, local_bsz_bounds=(100, 200))
     assert bounds.max_replicas == 10
@@ -149,7 +155,8 @@ def test_accumulation_can_be_off():
         (lambda: BatchPlan(8, 2, speeds=(1.0, 0.0)), "speeds must be finite and above 0"),
         (lambda: BatchPlan(8, 2).share(2), r"replica \(2\) must be in \[0, 2\)"),
         (lambda: BatchBounds(local_bsz_bounds=(9, 8)), r"\(9\) must be at most .* \(8\)"),
-        (lambda: BatchBounds(local_bsz_bounds=(0, 8)), r"lower bound .* \(0\)"),
+        (lambda: BatchBounds(local_bsz_bounds=(-1, 8)), r"lower bound .* \(-1\)"),
+        (lambda: BatchBounds(local_bsz_bounds=(0, 0)), r"upper bound .* \(0\)"),
         (lambda: BatchBounds(local_bsz_bounds=8), "must be a pair"),
         (lambda: BatchBounds(7, (8, 9)), r"max_batch_size \(7\) must be at least .* \(8\)"),
         (lambda: BatchBounds(100).plan(101, 1), r"\(101\) exceeds max_batch_size \(100\)"),

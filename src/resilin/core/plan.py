@@ -204,7 +204,10 @@ class BatchBounds:
     max_batch_size: int | None = None
     """Upper limit of the global batch size; None sets no limit."""
     local_bsz_bounds: tuple[int, int] | None = None
-    """Smallest and largest micro-batch on any replica; None sets no limit."""
+    """Smallest and largest micro-batch on any replica; None sets no limit.
+
+    A smallest of 0 lets replicas go without samples when there are too few of them.
+    """
     gradient_accumulation: bool = True
     """Whether a replica may run more than one micro-batch in a step."""
 
@@ -218,7 +221,7 @@ class BatchBounds:
                 raise ValueError(
                     f"local_bsz_bounds ({self.local_bsz_bounds!r}) must be a pair (lower, upper)"
                 ) from None
-            _validate.whole("lower bound of local_bsz_bounds", lower, at_least=1)
+            _validate.whole("lower bound of local_bsz_bounds", lower, at_least=0)
             if _validate.whole("upper bound of local_bsz_bounds", upper, at_least=1) < lower:
                 raise ValueError(
                     f"lower bound of local_bsz_bounds ({lower}) must be at most its upper bound "
@@ -233,9 +236,10 @@ class BatchBounds:
     @property
     def max_replicas(self) -> int | None:
         """Most replicas that any allowed batch can occupy; None if nothing limits them."""
-        if self.max_batch_size is None or self.local_bsz_bounds is None:
+        lower = self.local_bsz_bounds[0] if self.local_bsz_bounds else 0
+        if self.max_batch_size is None or not lower:
             return None
-        return self.max_batch_size // self.local_bsz_bounds[0]
+        return self.max_batch_size // lower
 
     def check_replicas(self, replicas: int) -> None:
         """Raises if no allowed global batch can be split over this many replicas.

@@ -1,0 +1,415 @@
+"""`AdaptiveDataLoader`: the sample stream over a stock DataLoader.
+
+Each step owns the positions `[cursor, cursor + B)` of the stream, and this replica fetches those
+of them that are its own, in micro-batches that fit. The loop body never asks for a batch size, so
+a stale one cannot be used. The cursor moves when the step is committed, and not before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from resilin.core import _validate
+from resilin.core.clock import Clock, Reference, Schedule, step_scale
+from resilin.core.plan import BatchBounds, BatchPlan
+from resilin.core.stream import TAILS, Ownership, SampleStream, Tail
+from resilin.core.trace import BatchTrace
+from resilin.engine.group import num_replicas, replica
+from resilin.training.job import MicroBatch, current_job
+from resilin.training.tickets import CannotSplit, Ticket, TicketDataset, TicketSampler, split
+
+BatchSize = int | Schedule[int] | BatchTrace | Callable[[Clock], int]
+"""A global batch size, or what it follows: a schedule, a trace, or a function of the clock."""
+
+_OWN = {
+    "sampler": "the order is that of the sample stream",
+    "batch_sampler": "batches are cut by the plan of each step",
+}
+
+
+class AdaptiveDataLoader:
+    """Loads each sample exactly once per epoch, at any batch size and any number of replicas.
+
+    Use it as a DataLoader. `batch_size` is the global batch over all replicas that the learning
+    rate was tuned for; `set_batch_size` and `autoscale_batch_size` change the current one, from
+    the next step on, in the middle of an epoch. What an iteration yields are micro-batches: where
+    a step needs several, model and optimizer wait for the last one.
+
+    With a rule that follows progress, an epoch of the loop lasts until a reference epoch of
+    progress is made, which may take more samples than the dataset has; with other rules, and
+    without an `AdaptiveDataParallel`, it is one pass over the data.
+
+    When the last batch of an epoch has fewer samples than there are replicas, some replicas train
+    on a sample that is not theirs, whose gradient counts nothing; `current_samples` is 0 then.
+
+    Args:
+        dataset: Anything with `__len__` and `__getitem__`.
+        batch_size: The reference batch.
+        shuffle: Whether each epoch has an order of its own.
+        drop_last: Whether to drop the remainder of an epoch, once for all replicas.
+        max_local_bsz: Most samples in a micro-batch; more are accumulated.
+        seed: Chooses the order. None takes it from `generator=` if there is one, else 0.
+        tail: `short`, `straddle` or `drop`; overrides `drop_last`. See `resilin.core.stream`.
+        batch_weight: Gives the weight of a collated micro-batch, such as its number of tokens;
+            the gradient is then the weighted mean. None weighs by samples.
+        fingerprint: What identifies the dataset in checkpoints; None takes its class and length.
+        **dataloader_kwargs: Any other argument of `torch.utils.data.DataLoader`.
+
+    Raises:
+        ValueError: A setting that the sample stream cannot honour.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        max_local_bsz: int | None = None,
+        seed: int | None = None,
+        tail: Tail | None = None,
+        batch_weight: Callable[[Any], Any] | None = None,
+        fingerprint: str | None = None,
+        **dataloader_kwargs: Any,
+    ) -> None:
+        if isinstance(dataset, IterableDataset):
+            raise ValueError(
+                "an IterableDataset has no random access, so its samples cannot follow a changing "
+                "number of replicas; use a dataset with __len__ and __getitem__"
+            )
+        for name, reason in _OWN.items():
+            if dataloader_kwargs.pop(name, None) is not None:
+                raise ValueError(f"{name} cannot be honoured: {reason}; use seed= and shuffle=")
+        if seed is None:
+            generator = dataloader_kwargs.get("generator")
+            seed = 0 if generator is None else generator.initial_seed() % 2**64
+        self.dataset = dataset
+        self.batch_size = _validate.whole("batch_size", batch_size, at_least=1)
+        """The reference batch."""
+        self._tail: Tail = tail or ("drop" if drop_last else "short")
+        _validate.one_of("tail", self._tail, TAILS)
+        self._stream = SampleStream(
+            len(dataset),
+            seed=seed,
+            shuffle=shuffle,
+            fingerprint=fingerprint or f"{type(dataset).__qualname__}[{len(dataset)}]",
+        )
+        self._bounds = BatchBounds(
+            local_bsz_bounds=None if max_local_bsz is None else (0, max_local_bsz)
+        )
+        self._follow_replicas = False
+        self._wanted: BatchSize = self.batch_size
+        self._batch_weight = batch_weight
+        self._cursor = 0
+        self._span = range(0)
+        self._owners = Ownership(0, num_replicas())
+        self._rank = replica()
+        self._own_clock = Clock()
+        self._generation = 0
+        self._ahead: deque[Ticket] = deque()
+        self._dispatched = 0
+        self._left_over: tuple[Ticket, Any] | None = None
+        self._plan: BatchPlan | None = None
+        self._current_samples = 0
+        workers = dataloader_kwargs.get("num_workers", 0)
+        if workers:
+            dataloader_kwargs["persistent_workers"] = True
+        collate = dataloader_kwargs.pop("collate_fn", None) or default_collate
+        self._loader: DataLoader[Any] = DataLoader(
+            TicketDataset(dataset, self._stream, collate),
+            batch_size=None,
+            sampler=TicketSampler(self),
+            collate_fn=_as_it_is,
+            **dataloader_kwargs,
+        )
+        self._batches: Iterator[Any] | None = None
+
+    # The batch size ------------------------------------------------------------------------
+
+    def set_batch_size(self, batch_size: BatchSize) -> None:
+        """Sets the global batch size from the next step on.
+
+        Args:
+            batch_size: A number, a `BatchTrace` (by optimizer step), a `Schedule`, or a function
+                of the clock. The learning rate follows by the rule of the model.
+        """
+        if isinstance(batch_size, int):
+            _validate.whole("batch_size", batch_size, at_least=1)
+        self._wanted = batch_size
+        self._follow_replicas = False
+
+    def autoscale_batch_size(
+        self,
+        max_batch_size: int,
+        local_bsz_bounds: tuple[int, int] | None = None,
+        gradient_accumulation: bool = True,
+    ) -> None:
+        """Lets the global batch size grow with the job, within bounds.
+
+        The batch is `batch_size` per replica, up to `max_batch_size`, and within what local
+        bounds and accumulation allow. (Choosing it by goodput is planned.)
+
+        Args:
+            max_batch_size: Upper limit of the global batch; at least `batch_size`.
+            local_bsz_bounds: Smallest and largest micro-batch.
+            gradient_accumulation: Whether a replica may run more than one micro-batch in a step.
+        """
+        if max_batch_size < self.batch_size:
+            raise ValueError(
+                f"max_batch_size ({max_batch_size}) must be at least batch_size ({self.batch_size})"
+            )
+        self._bounds = BatchBounds(max_batch_size, local_bsz_bounds, gradient_accumulation)
+        self._wanted = self.batch_size
+        self._follow_replicas = True
+
+    @property
+    def current_batch_size(self) -> int:
+        """The global batch size of the next step."""
+        wanted = self._wanted
+        if isinstance(wanted, int):
+            size = wanted
+        elif isinstance(wanted, BatchTrace):
+            size = wanted.at(self._clock().steps)
+        elif isinstance(wanted, Schedule):
+            size = wanted.now(self._clock(), self._reference())
+        else:
+            size = wanted(self._clock())
+        size = _validate.whole("the batch size", size, at_least=1)
+        return self._autoscaled(size) if self._follow_replicas else size
+
+    def _clock(self) -> Clock:
+        # Without a model nobody commits steps, and the loader counts its own.
+        return self._own_clock if current_job().model is None else current_job().clock
+
+    def _autoscaled(self, size: int) -> int:
+        replicas = num_replicas()
+        self._bounds.check_replicas(replicas)
+        size *= replicas
+        if self._bounds.local_bsz_bounds is not None:
+            lower, upper = self._bounds.local_bsz_bounds
+            size = max(size, lower * replicas)
+            if not self._bounds.gradient_accumulation:
+                size = min(size, upper * replicas)
+        assert self._bounds.max_batch_size is not None
+        return min(size, self._bounds.max_batch_size)
+
+    @property
+    def current_local_bsz(self) -> int:
+        """The largest micro-batch of the current step."""
+        return self._current_plan().batch_size
+
+    @property
+    def accumulation_steps(self) -> int:
+        """The most micro-batches that a replica runs in the current step."""
+        return self._current_plan().steps
+
+    @property
+    def current_samples(self) -> int:
+        """Samples of the micro-batch at hand that count; 0 if it is only there to take part."""
+        return self._current_samples
+
+    def _current_plan(self) -> BatchPlan:
+        if self._plan is None:
+            return self._plan_of(self.current_batch_size, self.current_batch_size)
+        return self._plan
+
+    def _plan_of(self, samples: int, batch_size: int) -> BatchPlan:
+        if samples == batch_size:
+            return self._bounds.plan(samples, num_replicas())
+        # The remainder of an epoch is what it is: no smallest size and no global limit apply.
+        upper = self._bounds.local_bsz_bounds[1] if self._bounds.local_bsz_bounds else None
+        return BatchPlan(samples, num_replicas(), max_local_bsz=upper)
+
+    # Tickets -------------------------------------------------------------------------------
+
+    def next_ticket(self) -> Ticket:
+        """Cuts the next ticket by the sizes of now; called when a worker is free."""
+        while not self._ahead:
+            batch_size = self.current_batch_size
+            span = self._stream.batch(self._dispatched, batch_size, tail=self._tail)
+            plan = self._split_plan(self._plan_of(len(span), batch_size))
+            mine = self._owners.positions(replica(), span)
+            offset = 0
+            for size in plan.micro_batches(self._owners.slot(replica(), span.start)):
+                start = mine[offset]
+                self._ahead.append(Ticket(self._generation, start, mine.step, size))
+                offset += size
+            self._dispatched = span.stop
+        return self._ahead.popleft()
+
+    def _split_plan(self, plan: BatchPlan) -> BatchPlan:
+        """One replica measures noise by running an occasional batch in two halves."""
+        model = current_job().model
+        alone = plan.replicas == 1 and plan.steps == 1 and plan.global_batch_size > 1
+        if alone and model is not None and model.wants_split():
+            return BatchPlan(plan.global_batch_size, 1, max_local_bsz=-(-plan.batch_size // 2))
+        return plan
+
+    def _rebase(self, position: int) -> None:
+        """Drops whatever is on its way and begins anew at this position."""
+        self._generation += 1
+        self._ahead.clear()
+        self._left_over = None
+        self._dispatched = position
+
+    def _fetch(self, positions: range, limit: int) -> tuple[Any, int]:
+        """The next micro-batch: the first of these positions, at most `limit` of them."""
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        while True:
+            ticket, batch = self._left_over or next(self._batches)
+            self._left_over = None
+            if ticket.generation != self._generation:
+                continue
+            if ticket.start != positions.start:
+                # What was fetched ahead does not fit any more: a step was left uncommitted, or
+                # another tail was dropped.
+                self._fetch_again(positions, limit)
+                continue
+            count = min(ticket.num, len(positions), limit)
+            if count == ticket.num:
+                return batch, count
+            try:
+                first, rest = split(batch, count, ticket.num)
+            except CannotSplit:
+                self._fetch_again(positions, limit)
+                continue
+            behind = ticket._replace(start=ticket.positions[count], num=ticket.num - count)
+            self._left_over = (behind, rest)
+            return first, count
+
+    def _fetch_again(self, positions: range, limit: int) -> None:
+        """Cuts new tickets for the rest of this step, and for what follows it."""
+        self._rebase(self._span.stop)
+        for offset in range(0, len(positions), limit):
+            part = positions[offset : offset + limit]
+            self._ahead.append(Ticket(self._generation, part.start, part.step, len(part)))
+
+    # Iterating -----------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Reference steps in one epoch: what a plain DataLoader at `batch_size` would say."""
+        return int(-(-self._steps_per_epoch() // 1))
+
+    def _steps_per_epoch(self) -> float:
+        return self._stream.steps_per_epoch(self.batch_size, tail=self._tail)
+
+    def _reference(self) -> Reference:
+        return Reference(self.batch_size, steps_per_epoch=self._steps_per_epoch() or None)
+
+    def __iter__(self) -> Iterator[Any]:
+        job = current_job()
+        outer = (job.loader, job.micro_batch)
+        job.loader = self
+        try:
+            yield from self._epoch()
+        finally:
+            job.loader, job.micro_batch = outer
+            self._plan = None
+
+    def _epoch(self) -> Iterator[Any]:
+        job, stream = current_job(), self._stream
+        per_epoch, began = self._steps_per_epoch(), job.clock
+        data_end = (self._cursor // stream.num_samples + 1) * stream.num_samples
+        goal: float | None = None
+        while True:
+            if (self._owners.replicas, self._rank) != (num_replicas(), replica()):
+                self._join()
+            if goal is None and self._cursor >= data_end:
+                return
+            batch_size = self.current_batch_size
+            span = stream.batch(self._cursor, batch_size, tail=self._tail)
+            if goal is None and span.start >= data_end:
+                self._cursor = data_end
+                return
+            yield from self._step(span, batch_size)
+            self._cursor = span.stop
+            # A step that the model committed makes this the training loader; its rule says
+            # whether an epoch is measured by the data or by progress.
+            if goal is None and job.clock.steps > began.steps and self._by_progress():
+                goal = (math.floor((began.progress + 1e-6) / per_epoch) + 1) * per_epoch
+            if goal is not None and job.clock.progress >= goal - 1e-6:
+                return
+
+    def _by_progress(self) -> bool:
+        model = current_job().model
+        return model is not None and model.rule.clock == "progress"
+
+    def _step(self, span: range, batch_size: int) -> Iterator[Any]:
+        job = current_job()
+        training = job.model is not None and job.model.training
+        if training:
+            job.reference = self._reference()
+        self._plan = self._plan_of(len(span), batch_size)
+        limit = self._split_plan(self._plan).batch_size
+        mine = self._owners.positions(replica(), span)
+        common: dict[str, Any] = {
+            "samples": len(span),
+            "scale": step_scale(len(span), batch_size, self.batch_size),
+            "sample_steps": self._stream.reference_steps(
+                span.stop, self.batch_size, tail=self._tail
+            ),
+        }
+        self._span = span
+        if not mine and training:
+            _, batch = self._loader.dataset[Ticket(self._generation, span.start, 1, 1)]
+            yield self._hand_out(batch, 0, index=0, last=True, **common)
+        index = 0
+        while mine:
+            batch, count = self._fetch(mine, limit)
+            mine = mine[count:]
+            yield self._hand_out(batch, count, index=index, last=not mine, **common)
+            index += 1
+        if job.model is None:
+            scale = common["scale"]
+            self._own_clock = self._own_clock.advance(
+                samples=len(span),
+                scale=scale,
+                gain=min(1.0, scale),
+                sample_steps=common["sample_steps"],
+            )
+
+    def _hand_out(self, batch: Any, count: int, **facts: Any) -> Any:
+        weight, total = float(count), float(facts["samples"])
+        if self._batch_weight is not None:
+            weight = float(self._batch_weight(batch)) if count else 0.0
+        self._current_samples = count
+        current_job().micro_batch = MicroBatch(
+            weight=weight, total_weight=total if self._batch_weight is None else None, **facts
+        )
+        return batch
+
+    def commit(self) -> None:
+        """Moves the cursor behind the current step; called when the model has committed it."""
+        self._cursor = self._span.stop
+
+    # Membership and state ------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """A new generation: positions are dealt out anew from the cursor on."""
+        self._owners = Ownership(self._cursor, num_replicas())
+        self._rank = replica()
+        self._rebase(self._cursor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The data state: which stream, and where in it."""
+        return self._stream.state(self._cursor)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where a saved loader was, at whatever number of replicas there is now.
+
+        Raises:
+            ValueError: The state belongs to another dataset or order; the message says which.
+        """
+        self._cursor = self._stream.resume(state)
+        self._join()
+
+
+def _as_it_is(item: Any) -> Any:
+    return item

@@ -1,0 +1,393 @@
+"""`AdaptiveDataParallel`: the model, the optimizer's gate, and what follows the batch size."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from resilin.core import _validate
+from resilin.core.clock import Clock, Reference, scheduler_steps
+from resilin.core.noise import Noise, NoiseAverage, default_horizon, gain
+from resilin.core.rules import (
+    ClipPolicy,
+    Factors,
+    ScalingRule,
+    clip_threshold,
+    default_rule,
+    get_rule,
+    group_factors,
+    total_noise,
+)
+from resilin.training.gradstats import GroupNorms, MeasureSchedule
+from resilin.training.job import MicroBatch, current_job
+from resilin.training.optimizer import Gate, applied
+from resilin.training.scaler import ScalerGate
+from resilin.training.scheduler import ClockedScheduler
+from resilin.training.step import Part, StepGradient, tensors_in
+
+ScheduleBy = Literal["user", "rule", "samples", "tokens", "progress"]
+"""Who steps the scheduler: the user's loop, or a clock (`rule`: the clock of the rule)."""
+
+
+class AdaptiveDataParallel(nn.Module):
+    """A data-parallel model whose optimizer follows the batch size.
+
+    Wrap the model after its optimizer (and scheduler) were made; the loop stays as it was. Within
+    an `AdaptiveDataLoader` the model knows the split of each step; with any other loader it reads
+    the size of its batch from the first tensor that it is called with. After the backward pass of
+    a step's last micro-batch, `.grad` is the exact mean gradient of the global batch.
+
+    It assumes that the loss is a mean over the micro-batch (or, with weights, over its tokens),
+    and that each micro-batch has one backward pass. BatchNorm statistics still come from single
+    micro-batches. The model trains while it is in training mode and gradients are enabled;
+    otherwise a call goes straight to the module, with no communication.
+
+    Args:
+        model: The module to train. Frozen parameters are fine.
+        optimizer: Its optimizer; gated until `release()`.
+        lr_scheduler: A scheduler of that optimizer, if there is one.
+        rule: Name of a scaling rule or a rule of your own; `auto` chooses by the optimizer.
+        batch_size: The reference batch, over all replicas. Only with a loader that is not an
+            `AdaptiveDataLoader`, which brings its own.
+        schedule_by: `user` leaves the stepping of the scheduler to your loop, as before. A clock
+            steps it once per reference step; then your loop must not.
+        scaler: The GradScaler, if you use one.
+        stats_every: Measure the noise every so many steps; `auto` as often as `stats_budget`
+            allows.
+        stats_budget: Time for measuring, as a fraction of the step, under `auto`.
+        tokens_per_step: Tokens in one reference step, for the `tokens` clock.
+        **ddp_kwargs: Passed on to DistributedDataParallel, such as `find_unused_parameters`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        lr_scheduler: LRScheduler | None = None,
+        *,
+        rule: str | ScalingRule = "auto",
+        batch_size: int | None = None,
+        schedule_by: ScheduleBy = "user",
+        scaler: torch.amp.GradScaler | None = None,
+        stats_every: int | Literal["auto"] = "auto",
+        stats_budget: float = 0.02,
+        tokens_per_step: float | None = None,
+        **ddp_kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if batch_size is not None:
+            _validate.whole("batch_size", batch_size, at_least=1)
+        chosen = default_rule(type(optimizer).__name__) if rule == "auto" else get_rule(rule)
+        self.module = model
+        self.rule: ScalingRule = chosen
+        """The scaling rule."""
+        self.optimizer = optimizer
+        self._reference_batch = batch_size
+        self._tokens_per_step = tokens_per_step
+        self._schedule = MeasureSchedule(stats_every, stats_budget)
+        self._measures = chosen.adaptive or stats_every != "auto"
+        self._gradient = StepGradient(
+            model, GroupNorms(optimizer, model.parameters()), dict(ddp_kwargs)
+        )
+        self._averages: list[NoiseAverage] | None = None
+        self._unmeasured = 0.0
+        self._seen: MicroBatch | None = None
+        self._weight: float | None = None
+        self._factors: tuple[Factors, ...] = (Factors(),) * len(optimizer.param_groups)
+        self._gain = 1.0
+        self._scale = 1.0
+        self._step_seconds = math.nan
+        self._committed_at = math.nan
+        self._prepared: tuple[int, float] | None = None
+        self._job = current_job()
+        self._scheduler = ClockedScheduler.make(
+            lr_scheduler, chosen.clock if schedule_by == "rule" else schedule_by
+        )
+        self._gate = Gate(optimizer, self)
+        self._scaler = None if scaler is None else ScalerGate(scaler, optimizer, self)
+        if self._job.model is not None:
+            self._job.model.release()
+        self._job.model = self
+
+    def release(self) -> None:
+        """Gives optimizer, scheduler and scaler their own methods back. The model stays usable."""
+        self._gate.remove()
+        if self._scheduler is not None:
+            self._scheduler.release()
+        if self._scaler is not None:
+            self._scaler.release()
+        if self._job.model is self:
+            self._job.model = None
+
+    # What it knows -------------------------------------------------------------------------
+
+    @property
+    def gain(self) -> float:
+        """Reference steps that the last step was worth."""
+        return self._gain
+
+    @property
+    def scale(self) -> float:
+        """Global batch over reference batch, in the last step."""
+        return self._scale
+
+    @property
+    def factors(self) -> tuple[Factors, ...]:
+        """What the rule applied to each parameter group in the last step."""
+        return self._factors
+
+    @property
+    def noise(self) -> Noise | None:
+        """Noise of the whole model's gradient; None until it was measured."""
+        return total_noise(self.group_noise)
+
+    @property
+    def group_noise(self) -> list[Noise | None]:
+        """Noise of each parameter group's gradient."""
+        if self._averages is None:
+            return [None] * len(self.optimizer.param_groups)
+        return [average.noise for average in self._averages]
+
+    @property
+    def clock(self) -> Clock:
+        """Steps, samples, tokens and progress so far."""
+        return self._job.clock
+
+    @property
+    def progress(self) -> float:
+        """Reference steps done so far, by accumulated gain."""
+        return self._job.clock.progress
+
+    def predict_gain(self, scale: float) -> float:
+        """The gain that a step at this scale would have now."""
+        _validate.real("scale", scale, above=0)
+        reference = self._reference(self._per_sample())
+        return gain(self.noise, scale * reference, reference)
+
+    # The forward pass ----------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module; in training, as the current micro-batch of the step."""
+        if not (self.training and torch.is_grad_enabled()):
+            return self.module(*args, **kwargs)
+        self._begin(args, kwargs)
+        return self._gradient.forward(*args, **kwargs)
+
+    @contextmanager
+    def weight(self, weight: float) -> Iterator[None]:
+        """Gives the micro-batch that is trained within this block its weight, such as its tokens.
+
+        The gradient of the step is then the weighted mean over all micro-batches of all replicas.
+        Surround the forward pass with it, on every replica.
+        """
+        self._weight = _validate.real("weight", weight, at_least=0)
+        try:
+            yield
+        finally:
+            self._weight = None
+
+    def wants_split(self) -> bool:
+        """Whether one replica without accumulation should run the next batch in two halves."""
+        return self._measures and self._schedule.due()
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        micro = self._job.micro_batch
+        current = self._gradient.part
+        if micro is None:
+            # Any other loader: each batch is a step of its own.
+            if current is not None and not self._gradient.pending:
+                current = None
+            if current is None:
+                part = Part(weight=self._size_of(args, kwargs), last=True, total=None)
+                self._gradient.begin(part, first=True, measure=self._due())
+            return
+        if micro is self._seen and current is not None:
+            return
+        self._seen = micro
+        told = self._weight is not None
+        weight = micro.weight
+        if told and weight:
+            weight = self._weight or 0.0
+        self._gradient.begin(
+            Part(weight=weight, last=micro.last, total=None if told else micro.total_weight),
+            first=micro.index == 0,
+            measure=self._due(),
+        )
+
+    def _due(self) -> bool:
+        return self._measures and self._schedule.due()
+
+    def _size_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        if self._weight is not None:
+            return self._weight
+        first = next((t for t in tensors_in(args, kwargs) if t.dim() > 0), None)
+        if first is None:
+            raise ValueError(
+                "the size of this batch cannot be read from the model's inputs: no tensor with a "
+                "first dimension; say it with `with model.weight(n):`"
+            )
+        return float(first.shape[0])
+
+    # The step ------------------------------------------------------------------------------
+
+    def step_waits(self) -> bool:
+        """Asked by the gate: whether `optimizer.step` has to wait for more micro-batches."""
+        part = self._gradient.part
+        if part is None or not self._gradient.pending:
+            raise RuntimeError(
+                "optimizer.step() came without a backward pass through the AdaptiveDataParallel "
+                "model in training mode; is the bare module being called, or model.eval() on?"
+            )
+        if not part.last:
+            self._gradient.settle()
+        return not part.last
+
+    def gradient_waits(self) -> bool:
+        """Asked by the gate: whether `zero_grad` would destroy a part of the step."""
+        return self._gradient.pending
+
+    def _prepare(self) -> tuple[int, float]:
+        """Turns the complete gradient into gain and factors, once per step."""
+        if self._prepared is not None:
+            return self._prepared
+        reduced = self._gradient.conclude()
+        micro = self._job.micro_batch
+        samples = micro.samples if micro is not None else round(reduced.weight)
+        scale = micro.scale if micro is not None else samples / self._reference(1.0)
+        per_sample = reduced.weight / samples
+        self._take_in(reduced.samples, reduced.weight, per_sample)
+        reference = self._reference(per_sample)
+        noise = self.group_noise
+        self._scale = scale
+        self._gain = gain(total_noise(noise), scale * reference, reference)
+        self._factors = group_factors(
+            self.rule,
+            batch_size=scale * reference,
+            reference=reference,
+            noise=noise,
+            elapsed=self.clock.read(self.rule.clock, self._clock_reference()),
+        )
+        if self._gradient.measure and self._step_seconds > 0:
+            self._schedule.observe(reduced.cost / self._step_seconds)
+        self._prepared = (samples, reduced.weight)
+        return self._prepared
+
+    def _take_in(self, samples: Any, weight: float, per_sample: float) -> None:
+        self._unmeasured += weight
+        if samples is None:
+            return
+        # The loss scale multiplies gradients; it must not reach the noise.
+        unscale = 1.0 if self._scaler is None else self._scaler.scale() ** -2
+        samples = [
+            replace(s, sqr_norm=s.sqr_norm * unscale, trace=s.trace * unscale) for s in samples
+        ]
+        if not all(math.isfinite(s.sqr_norm) and math.isfinite(s.trace) for s in samples):
+            return
+        if self._averages is None:
+            horizon = default_horizon(self._reference(per_sample), self._job.total_steps)
+            self._averages = [NoiseAverage(horizon=horizon) for _ in samples]
+        self._averages = [
+            average.update(sample, elapsed=self._unmeasured)
+            for average, sample in zip(self._averages, samples, strict=True)
+        ]
+        self._unmeasured = 0.0
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Surrounds the optimizer's own step: factors before it, the commit after it."""
+        samples, weight = self._prepare()
+        with applied(self.optimizer, self._factors):
+            yield
+        self._commit(samples, weight)
+
+    def _commit(self, samples: int, weight: float) -> None:
+        job, micro = self._job, self._job.micro_batch
+        before = job.clock
+        job.clock = before.advance(
+            samples=samples,
+            scale=self._scale,
+            gain=self._gain,
+            tokens=weight,
+            sample_steps=None if micro is None else micro.sample_steps,
+        )
+        self.end_step()
+        if job.loader is not None:
+            job.loader.commit()
+        if self._scheduler is not None and self._scheduler.clock is not None:
+            name, reference = self._scheduler.clock, self._clock_reference()
+            after = job.clock.read(name, reference)
+            self._scheduler.advance(scheduler_steps(before.read(name, reference), after))
+
+    def end_step(self) -> None:
+        """Makes ready for the next step; the optimizer stepped, or a GradScaler skipped it."""
+        now = time.perf_counter()
+        self._schedule.committed(measured=self._gradient.measure)
+        # The first step has no beginning that was seen, and a maximum would keep an outlier.
+        last = now - self._committed_at
+        if last > 0:
+            kept = self._step_seconds
+            self._step_seconds = last if math.isnan(kept) else 0.9 * kept + 0.1 * last
+        self._committed_at = now
+        self._gradient.reset()
+        self._prepared = None
+
+    # Clipping ------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, policy: ClipPolicy = "loosen"
+    ) -> Tensor | None:
+        """Clips the averaged gradient of the step, once; waits while it is being accumulated.
+
+        Call it where `torch.nn.utils.clip_grad_norm_` stood. The threshold is meant for the
+        reference batch and follows the gain as `policy` says. Noise is measured before clipping.
+
+        Args:
+            max_norm: The threshold at the reference batch.
+            norm_type: As in `torch.nn.utils.clip_grad_norm_`.
+            policy: `loosen`, `fixed` or `invariant`; see `resilin.core.rules.clip_threshold`.
+
+        Returns:
+            The norm before clipping, or None while micro-batches of the step are to come.
+        """
+        if self._gradient.part is None or not self._gradient.pending:
+            raise RuntimeError("clip_grad_norm_() came before the backward pass of the step")
+        if not self._gradient.part.last:
+            return None
+        self._prepare()
+        threshold = clip_threshold(max_norm, self._gain, policy)
+        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), threshold, norm_type)
+
+    # Reference -----------------------------------------------------------------------------
+
+    def _reference(self, per_sample: float) -> float:
+        """The reference batch in the units of the weights."""
+        if self._job.reference is not None:
+            return self._job.reference.batch_size * per_sample
+        if self._reference_batch is None:
+            raise ValueError(
+                "the reference batch is not known: pass batch_size= (the global batch size that "
+                "the learning rate was tuned for) or train with an AdaptiveDataLoader"
+            )
+        return self._reference_batch * per_sample
+
+    def _per_sample(self) -> float:
+        clock = self._job.clock
+        return clock.tokens / clock.samples if clock.samples else 1.0
+
+    def _clock_reference(self) -> Reference:
+        known = self._job.reference or Reference(round(self._reference(1.0)))
+        return replace(known, tokens_per_step=self._tokens_per_step)
+
+    def train(self, mode: bool = True) -> AdaptiveDataParallel:
+        """As in any module."""
+        super().train(mode)
+        return self

@@ -1,0 +1,70 @@
+"""The gate around a GradScaler: unscaling and updating wait for the last micro-batch too."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+
+class ScaledOwner(Protocol):
+    """What the gate asks of the model."""
+
+    def step_waits(self) -> bool:
+        """Whether the step is still being accumulated."""
+        ...
+
+    def gradient_waits(self) -> bool:
+        """Whether a gradient is there that was not used yet."""
+        ...
+
+    def end_step(self) -> None:
+        """The scaler skipped the step."""
+        ...
+
+
+class ScalerGate:
+    """Holds back `unscale_`, `step` and `update` of a scaler while a step is accumulated.
+
+    A scaler of several optimizers is held back for the gated one only, except for `update`,
+    which concerns them all.
+    """
+
+    def __init__(self, scaler: GradScaler, optimizer: Optimizer, owner: ScaledOwner) -> None:
+        self.scaler = scaler
+        own = {name: getattr(scaler, name) for name in ("unscale_", "step", "update")}
+        waited = False
+
+        def unscale_(target: Optimizer) -> None:
+            if target is not optimizer or not owner.step_waits():
+                own["unscale_"](target)
+
+        def step(target: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            nonlocal waited
+            if target is not optimizer:
+                return own["step"](target, *args, **kwargs)
+            waited = owner.step_waits()
+            if waited:
+                return None
+            result = own["step"](target, *args, **kwargs)
+            if owner.gradient_waits():
+                # The gradient was not finite: the optimizer was never called. The samples are
+                # used up, but neither clock nor noise count them.
+                owner.end_step()
+            return result
+
+        def update(*args: Any, **kwargs: Any) -> None:
+            if not waited:
+                own["update"](*args, **kwargs)
+
+        vars(scaler).update(unscale_=unscale_, step=step, update=update)
+
+    def scale(self) -> float:
+        """The factor on all gradients until they are unscaled."""
+        return float(self.scaler.get_scale()) if self.scaler.is_enabled() else 1.0
+
+    def release(self) -> None:
+        """Gives the scaler its own methods back."""
+        for name in ("unscale_", "step", "update"):
+            vars(self.scaler).pop(name, None)

@@ -1,0 +1,60 @@
+"""Learning-rate schedulers that a clock steps instead of the user's loop.
+
+A scheduler written per step runs at the wrong pace once steps change their worth. Handed to a
+clock, it is stepped once per reference step that was completed: not at all after a small step,
+several times after a large one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from resilin.core import _validate
+from resilin.core.clock import CLOCKS, ClockName
+
+
+class ClockedScheduler:
+    """A scheduler whose `step` belongs to a clock until `release` is called."""
+
+    def __init__(self, scheduler: LRScheduler, clock: ClockName) -> None:
+        self.scheduler = scheduler
+        self.clock: ClockName = clock
+        """The clock that steps it."""
+        self._step = scheduler.step
+        vars(scheduler)["step"] = self._refuse
+
+    @classmethod
+    def make(cls, scheduler: LRScheduler | None, schedule_by: str) -> ClockedScheduler | None:
+        """Hands a scheduler to a clock, unless the user keeps it.
+
+        Raises:
+            ValueError: There is nothing to hand over, or it steps by something else than time.
+        """
+        _validate.one_of("schedule_by", schedule_by, ("user", "rule", *CLOCKS))
+        if schedule_by == "user":
+            return None
+        if scheduler is None:
+            raise ValueError(f"schedule_by ({schedule_by!r}) needs an lr_scheduler")
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ValueError(
+                f"ReduceLROnPlateau follows a metric and not a clock: schedule_by "
+                f"({schedule_by!r}) must be 'user'"
+            )
+        return cls(scheduler, schedule_by)  # type: ignore[arg-type]
+
+    def _refuse(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            f"this scheduler is stepped by the {self.clock} clock, once per reference step; "
+            "remove scheduler.step() from the loop, or pass schedule_by='user'"
+        )
+
+    def advance(self, num_steps: int) -> None:
+        """Steps the scheduler this many times."""
+        for _ in range(num_steps):
+            self._step()
+
+    def release(self) -> None:
+        """Gives the scheduler its own `step` back."""
+        vars(self.scheduler).pop("step", None)

@@ -1,0 +1,108 @@
+"""Tickets: what the loader sends to a stock DataLoader's workers, and how they come back.
+
+A ticket names some of this replica's positions in the sample stream. The worker turns it into
+samples and collates them. Tickets are cut ahead of time by the sizes of that time; since ownership
+does not depend on the batch size, those already on their way stay valid when it changes, and are
+split where a step needs less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from resilin.core.stream import SampleStream
+
+
+class Ticket(NamedTuple):
+    """Some positions of the stream, in order."""
+
+    generation: int
+    """Tickets of an earlier generation are dropped on arrival."""
+    start: int
+    """The first position."""
+    stride: int
+    """Distance between two positions: the number of replicas."""
+    num: int
+    """How many."""
+
+    @property
+    def positions(self) -> range:
+        """The positions themselves."""
+        return range(self.start, self.start + self.stride * self.num, self.stride)
+
+
+class TicketOffice(Protocol):
+    """Who knows which positions come next."""
+
+    def next_ticket(self) -> Ticket:
+        """The next ticket, as of now."""
+        ...
+
+
+class TicketSampler(Sampler[Ticket]):
+    """Endless: a DataLoader asks it for a ticket whenever a worker is free."""
+
+    def __init__(self, office: TicketOffice) -> None:
+        self._office = office
+
+    def __iter__(self) -> Iterator[Ticket]:
+        while True:
+            yield self._office.next_ticket()
+
+
+class TicketDataset(Dataset[tuple[Ticket, Any]]):
+    """The user's dataset, read by tickets. Runs in the workers."""
+
+    def __init__(
+        self, dataset: Any, stream: SampleStream, collate: Callable[[list[Any]], Any]
+    ) -> None:
+        self._dataset = dataset
+        self._stream = stream
+        self._collate = collate
+
+    def __getitem__(self, ticket: Ticket) -> tuple[Ticket, Any]:
+        indices: list[int] = self._stream.indices(ticket.positions).tolist()
+        if hasattr(self._dataset, "__getitems__"):
+            samples = self._dataset.__getitems__(indices)
+        else:
+            samples = [self._dataset[index] for index in indices]
+        return ticket, self._collate(samples)
+
+
+class CannotSplit(Exception):
+    """A collated batch whose samples cannot be told apart."""
+
+
+def split(batch: Any, at: int, size: int) -> tuple[Any, Any]:
+    """Splits a collated batch of `size` samples in two.
+
+    Works for what the default collate function makes: tensors with the samples along the first
+    dimension, in any nesting of tuples, lists and dicts, and lists with one entry per sample.
+
+    Raises:
+        CannotSplit: Anything else; the caller then fetches the samples again, at the right size.
+    """
+    if isinstance(batch, Tensor):
+        if batch.dim() == 0 or batch.shape[0] != size:
+            raise CannotSplit
+        return batch[:at], batch[at:]
+    if isinstance(batch, dict):
+        pairs = {key: split(value, at, size) for key, value in batch.items()}
+        first = {key: pair[0] for key, pair in pairs.items()}
+        return first, {key: pair[1] for key, pair in pairs.items()}
+    if isinstance(batch, list | tuple) and batch:
+        if all(isinstance(item, str | bytes | int | float) for item in batch):
+            if len(batch) != size:
+                raise CannotSplit
+            return batch[:at], batch[at:]
+        parts = [split(item, at, size) for item in batch]
+        return _like(batch, [p[0] for p in parts]), _like(batch, [p[1] for p in parts])
+    raise CannotSplit
+
+
+def _like(batch: Any, items: Sequence[Any]) -> Any:
+    return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
