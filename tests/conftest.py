@@ -28,6 +28,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         world.start_fork_server()
 
 
+def pytest_unconfigure() -> None:
+    if not world.in_rank():
+        world.stop_fork_server()
+
+
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     item.stash[DEADLINE] = world.deadline_for(settings.timeout)

@@ -117,6 +117,14 @@ def start_fork_server() -> None:
         forkserver.ensure_running()
 
 
+def stop_fork_server() -> None:
+    """End what was started, at once: it would take seconds to clear torch away."""
+    server = forkserver._forkserver  # there is no public way
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()
+
+
 def run_world(item: pytest.Function, world: World, scratch: Path, deadline: float | None) -> None:
     """Run the item in a new world; return, fail, skip or xfail as its ranks do."""
     from torch.distributed import TCPStore
@@ -408,7 +416,7 @@ class Reporter:
         if self.outcome is None and self.called and ended:
             self.outcome = Outcome(PASSED)
         if self.outcome is None or not ended:
-            line = f"as pytest ended with {status!r}"
+            line = f"to run the test: pytest ended with {status!r}"
             self.tell(Outcome(FAILED, line, when=time.monotonic()))
         elif self.outcome.status not in BROKEN:
             self.line.send(self.outcome)

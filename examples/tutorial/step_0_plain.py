@@ -24,13 +24,13 @@ def digits():
 
 def network():
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3),
+        nn.Conv2d(1, 32, 3),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(32 * 2 * 2, 10),
+        nn.Linear(32 * 3 * 3, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
     )
 
 

@@ -30,7 +30,7 @@ from resilin.core.rules import (
 from resilin.training.gradstats import GroupNorms, MeasureSchedule
 from resilin.training.job import MicroBatch, current_job
 from resilin.training.optimizer import Gate, applied
-from resilin.training.scaler import ScalerGate
+from resilin.training.scaler import ScalerGate, calling_scaler
 from resilin.training.scheduler import ClockedScheduler
 from resilin.training.step import Part, StepGradient, tensors_in
 
@@ -246,6 +246,11 @@ class AdaptiveDataParallel(nn.Module):
             raise RuntimeError(
                 "optimizer.step() came without a backward pass through the AdaptiveDataParallel "
                 "model in training mode; is the bare module being called, or model.eval() on?"
+            )
+        if self._scaler is None and calling_scaler():
+            raise RuntimeError(
+                "a GradScaler steps this optimizer, and resilin does not know it: its gradients "
+                "would be unscaled before they are complete; pass it as scaler="
             )
         if not part.last:
             self._gradient.settle()

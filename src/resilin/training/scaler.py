@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any, Protocol
 
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+
+
+_FRAMES = 8
+"""Frames between `GradScaler.step` and whoever asks, at most: wrappers of schedulers and of ours."""
+
+
+def calling_scaler() -> bool:
+    """Whether an enabled GradScaler is stepping the optimizer right now.
+
+    Unscaling leaves no other trace that could be checked: it changes gradients without raising
+    their version.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code is GradScaler.step.__code__:
+            return bool(frame.f_locals["self"].is_enabled())
+        frame = frame.f_back
+    return False
 
 
 class ScaledOwner(Protocol):

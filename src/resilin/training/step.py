@@ -171,8 +171,8 @@ class StepGradient:
         if self._version != self._versions():
             raise RuntimeError(
                 "the gradient was changed in the middle of an accumulation, before the other "
-                "micro-batches of the step were added: call model.clip_grad_norm_() instead of "
-                "torch.nn.utils.clip_grad_norm_(), and pass a GradScaler as scaler="
+                "micro-batches of the step were added; call model.clip_grad_norm_() instead of "
+                "torch.nn.utils.clip_grad_norm_()"
             )
         self._version = None
         if self.measure and self._group is None and self.part is not None and self.part.weight:

@@ -1,0 +1,264 @@
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, TensorDataset
+
+import resilin
+from resilin.core import BatchTrace, Schedule
+from resilin.engine.group import num_replicas, replica
+from resilin.training.tickets import CannotSplit, split
+
+N = 203
+
+
+class Numbers:
+    """A dataset of its own indices, in a structure that the default collate function makes."""
+
+    def __init__(self, n=N):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        return {"x": torch.tensor([float(index)]), "name": str(index), "pair": (index, -index)}
+
+
+def indices(batch):
+    numbers = [int(v) for v in batch["x"].flatten()]
+    assert [int(name) for name in batch["name"]] == numbers
+    assert batch["pair"][0].tolist() == [-int(v) for v in batch["pair"][1]] == numbers
+    return numbers
+
+
+def gathered(values):
+    """The values of all replicas, on each of them."""
+    if num_replicas() == 1:
+        return list(values)
+    everyone = [None] * num_replicas()
+    dist.all_gather_object(everyone, list(values))
+    return list(itertools.chain(*everyone))
+
+
+def test_a_plain_pass_in_order():
+    loader = resilin.AdaptiveDataLoader(Numbers(10), batch_size=4)
+    assert [indices(b) for b in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert len(loader) == 3
+    # The next pass is the next epoch.
+    assert [indices(b) for b in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_drop_last_drops_the_remainder_of_the_epoch():
+    loader = resilin.AdaptiveDataLoader(Numbers(10), batch_size=4, drop_last=True)
+    assert [indices(b) for b in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [indices(b) for b in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(loader) == 2
+
+
+def test_straddling_batches_are_all_whole():
+    loader = resilin.AdaptiveDataLoader(Numbers(10), batch_size=4, tail="straddle")
+    assert [indices(b) for b in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+    assert [indices(b) for b in loader] == [[2, 3, 4, 5], [6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "world", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 3)]
+)
+def test_each_sample_once_while_the_batch_size_changes(world, workers):
+    loader = resilin.AdaptiveDataLoader(
+        Numbers(), batch_size=16, shuffle=True, seed=3, max_local_bsz=6, num_workers=workers
+    )
+    sizes = itertools.cycle([16, 40, 5, 64, 23, 2, 31])
+    for _ in range(3):
+        seen = []
+        for batch in loader:
+            mine = indices(batch)
+            assert 1 <= len(mine) == loader.current_samples <= 6
+            seen += mine
+            loader.set_batch_size(next(sizes))
+        assert sorted(gathered(seen)) == list(range(N))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collate_function_whose_batches_cannot_be_split(workers):
+    # Two numbers that stand for the whole batch: nothing to cut.
+    loader = resilin.AdaptiveDataLoader(
+        list(range(N)), batch_size=16, collate_fn=summary, num_workers=workers, shuffle=True
+    )
+    sizes = itertools.cycle([16, 40, 5, 64, 23])
+    for _ in range(2):
+        total = count = 0
+        for batch in loader:
+            total, count = total + batch["sum"], count + batch["count"]
+            assert batch["count"] == loader.current_samples
+            loader.set_batch_size(next(sizes))
+        assert (total, count) == (N * (N - 1) // 2, N)
+
+
+def summary(samples):
+    return {"sum": sum(samples), "count": len(samples)}
+
+
+def test_a_step_that_was_left_is_handed_out_again():
+    loader = resilin.AdaptiveDataLoader(Numbers(10), batch_size=4, num_workers=2)
+    first = [indices(b) for b in itertools.islice(loader, 1)]
+    assert [indices(b) for b in loader] == [*first, [4, 5, 6, 7], [8, 9]]
+
+
+@pytest.mark.world_size(4)
+def test_a_saved_pass_goes_on_at_other_world_sizes():
+    """The table of peers: 10 steps of 24 on 4 replicas, then the rest on 2, 3 or 5 at batch 31."""
+    data = Numbers(1003)
+    loader = resilin.AdaptiveDataLoader(data, batch_size=24, shuffle=True, seed=1)
+    seen = []
+    for step, batch in enumerate(loader):
+        seen += indices(batch)
+        if step == 9:
+            break
+    state = {**loader.state_dict(), "cursor": 240}
+    before = gathered(seen)
+    assert len(set(before)) == len(before) == 240
+    if replica() == 0:
+        # Replicas of another world, one after another in this process.
+        for world in (1, 2, 3, 5):
+            after = []
+            for rank in range(world):
+                after += rest_of_epoch(data, state, world, rank)
+            assert sorted(before + after) == list(range(1003))
+
+
+def rest_of_epoch(data, state, world, rank):
+    from unittest import mock
+
+    module = "resilin.training.loader"
+    with (
+        mock.patch(f"{module}.num_replicas", return_value=world),
+        mock.patch(f"{module}.replica", return_value=rank),
+    ):
+        loader = resilin.AdaptiveDataLoader(data, batch_size=24, shuffle=True, seed=1)
+        loader.load_state_dict(state)
+        loader.set_batch_size(31)
+        return [i for batch in loader for i in indices(batch)]
+
+
+@pytest.mark.world_size(3, init=False)
+def test_membership_changes_between_two_steps():
+    """Two of three replicas leave the group in the middle of an epoch; one goes on alone."""
+    resilin.init_process_group("gloo")
+    loader = resilin.AdaptiveDataLoader(
+        Numbers(), batch_size=20, shuffle=True, seed=3, num_workers=2
+    )
+    seen, me = [], replica()
+    for step, batch in enumerate(loader):
+        seen += indices(batch)
+        if step < 4:
+            continue
+        if num_replicas() == 3:
+            # The step is done on all replicas: commit it before they part.
+            loader.commit()
+            before = gathered(seen)
+            dist.barrier()
+            dist.destroy_process_group()
+            seen = []
+        if me != 0:
+            return
+    assert sorted(before + seen) == list(range(N))
+
+
+def test_the_batch_size_follows_what_it_is_given():
+    loader = resilin.AdaptiveDataLoader(Numbers(100), batch_size=10)
+    for wanted, expected in [
+        (20, [20] * 5),
+        (BatchTrace.from_sizes([5, 30, 25], end="repeat"), [5, 30, 25, 5, 30, 5]),
+        (lambda clock: 40 if clock.samples % 100 >= 50 else 50, [50, 40, 10]),
+        (Schedule(lambda epoch: 25 if epoch % 1 < 0.5 else 50, unit="epochs"), [25, 25, 50]),
+    ]:
+        resilin.reset_job()
+        loader = resilin.AdaptiveDataLoader(Numbers(100), batch_size=10)
+        loader.set_batch_size(wanted)
+        assert [len(indices(batch)) for batch in loader] == expected
+
+
+def test_the_256_over_64_planner_needs_no_autoscaling():
+    loader = resilin.AdaptiveDataLoader(Numbers(600), batch_size=256, max_local_bsz=64)
+    assert (loader.current_batch_size, loader.current_local_bsz) == (256, 64)
+    assert loader.accumulation_steps == 4
+    sizes = [len(indices(batch)) for batch in loader]
+    assert sizes == [64] * 8 + [44, 44]
+
+
+@pytest.mark.world_size(2)
+def test_autoscaling_stays_within_its_bounds():
+    loader = resilin.AdaptiveDataLoader(Numbers(400), batch_size=32)
+    loader.autoscale_batch_size(1024, local_bsz_bounds=(8, 20))
+    assert loader.current_batch_size == 64
+    assert (loader.current_local_bsz, loader.accumulation_steps) == (16, 2)
+    assert all(len(indices(batch)) <= 20 for batch in loader)
+    loader.autoscale_batch_size(48, local_bsz_bounds=(8, 20))
+    assert loader.current_batch_size == 48
+    loader.autoscale_batch_size(1024, (8, 20), gradient_accumulation=False)
+    assert (loader.current_batch_size, loader.accumulation_steps) == (40, 1)
+    with pytest.raises(ValueError, match=r"max_batch_size \(16\) must be at least .* \(32\)"):
+        loader.autoscale_batch_size(16)
+    loader.autoscale_batch_size(40, local_bsz_bounds=(30, 40))
+    with pytest.raises(ValueError, match="2 replicas cannot be scheduled"):
+        loader.current_batch_size  # noqa: B018
+
+
+def test_dataloader_arguments_pass_through():
+    seen = []
+    loader = resilin.AdaptiveDataLoader(
+        TensorDataset(torch.arange(8.0)),
+        batch_size=4,
+        collate_fn=lambda samples: torch.cat([s[0].reshape(1) for s in samples]) * 10,
+        worker_init_fn=seen.append,
+        timeout=5,
+        num_workers=1,
+        prefetch_factor=3,
+        generator=torch.Generator().manual_seed(77),
+        shuffle=True,
+    )
+    assert sorted(torch.cat(list(loader)).tolist()) == [10.0 * i for i in range(8)]
+    assert loader.state_dict()["seed"] == 77
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: resilin.AdaptiveDataLoader(Stream()), "IterableDataset has no random access"),
+        (lambda: resilin.AdaptiveDataLoader([1], sampler=[0]), "sampler cannot be honoured"),
+        (lambda: resilin.AdaptiveDataLoader([1], batch_sampler=[[0]]), "batch_sampler cannot"),
+        (lambda: resilin.AdaptiveDataLoader([1], batch_size=0), r"batch_size \(0\)"),
+        (lambda: resilin.AdaptiveDataLoader([1], 4, tail="keep"), "'keep'.*must be one of short"),
+        (lambda: resilin.AdaptiveDataLoader([1]).set_batch_size(0), r"batch_size \(0\)"),
+        (lambda: list(resilin.AdaptiveDataLoader([1], 4, drop_last=True)), "drop every sample"),
+        (
+            lambda: resilin.AdaptiveDataLoader([1, 2], seed=1).load_state_dict(
+                resilin.AdaptiveDataLoader([1, 2, 3], seed=2).state_dict()
+            ),
+            "num_samples was 3 and is 2; seed was 2 and is 1",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_says_why(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_splitting():
+    batch = {"a": torch.arange(6).reshape(3, 2), "b": [("x", "y", "z"), torch.arange(3)]}
+    first, rest = split(batch, 2, 3)
+    assert first["a"].tolist() == [[0, 1], [2, 3]]
+    assert first["b"][0] == ("x", "y")
+    assert rest["b"][1].tolist() == [2]
+    for whole in (torch.tensor(3), torch.arange(4), {"n": 3}, ["a"], [], object()):
+        with pytest.raises(CannotSplit):
+            split(whole, 2, 3)
