@@ -1,4 +1,15 @@
-"""The marker ``world_size``: its hooks. How a world is run is told in ``world.py``."""
+"""The marker ``world_size``, which runs a test in processes. How that is done: ``world.py``.
+
+    @pytest.mark.world_size(2)
+    def test_sum():
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 2
+
+Each rank is a pytest of its own, hence fixtures are set up in every rank, and nowhere else. A test
+that forms a second group has to give it a ``PrefixStore``: torch leaves the addresses of the first
+in the store. Hypothesis has to be told to ``derandomize``: ranks have to draw the same examples.
+"""
 
 from __future__ import annotations
 

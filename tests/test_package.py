@@ -15,11 +15,21 @@ def python(code: str) -> str:
 def test_the_public_names_are_frozen():
     # A new name is a promise: add it here, in the docs and in the changelog.
     assert resilin.__all__ == [
+        "Accumulator",
+        "AdaptiveDataLoader",
+        "AdaptiveDataParallel",
         "BatchBounds",
         "BatchPlan",
         "BatchTrace",
         "CapacityTrace",
         "PowerRule",
+        "Schedule",
+        "accumulate",
+        "current_job",
+        "init_process_group",
+        "plan",
+        "remaining_epochs_until",
+        "reset_job",
     ]
     for name in resilin.__all__:
         assert getattr(resilin, name).__module__.startswith("resilin.")
@@ -31,8 +41,8 @@ def test_an_unknown_name_is_an_attribute_error():
         resilin.Trainer  # noqa: B018
 
 
-@pytest.mark.parametrize("statement", ["import resilin.core", "from resilin import *"])
-def test_the_core_leaves_torch_unloaded(statement):
+@pytest.mark.parametrize("statement", ["import resilin", "import resilin.core"])
+def test_torch_stays_unloaded(statement):
     assert python(f"import sys; {statement}; print('torch' in sys.modules)") == "False"
 
 

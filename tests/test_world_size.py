@@ -31,6 +31,8 @@ SOON = 15.0
 #: For what must happen, no matter how busy the machine is.
 PATIENCE = 60.0
 
+pytestmark = pytest.mark.timeout(300)  # the inner session may take a minute if the machine is busy
+
 
 def is_alive(pid: int | str) -> bool:
     try:

@@ -160,21 +160,21 @@ def run_world(item: pytest.Function, world: World, scratch: Path, deadline: floa
 
 def _arguments(item: pytest.Function) -> list[str]:
     """What makes pytest run this item, without a word, and otherwise as this session would."""
-    config, option = item.config, item.config.option
+    config, option = item.config, item.config.getoption
     verbosity = config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS)
     arguments = [
         f"{item.path}::{item.nodeid.partition('::')[2]}",
         f"--rootdir={config.rootpath}",
-        f"--import-mode={option.importmode}",
-        f"--tb={option.tbstyle}",
+        f"--import-mode={option('importmode')}",
+        f"--tb={option('tbstyle')}",
         f"--override-ini=verbosity_assertions={verbosity}",
         *("-p", "no:cacheprovider", "--capture=no", "--verbosity=-2", "--no-summary"),
         *("-k", "", "-m", ""),  # the session has selected already
     ]
     arguments += [f"--config-file={config.inipath}"] if config.inipath else []
-    arguments += [f"--{flag}" for flag in ("runxfail", "showlocals") if option.__dict__[flag]]
+    arguments += [f"--{flag}" for flag in ("runxfail", "showlocals") if option(flag)]
     for flag, name in (("-p", "plugins"), ("-o", "override_ini"), ("-W", "pythonwarnings")):
-        for value in option.__dict__[name] or ():
+        for value in option(name) or ():
             arguments += [flag, value]
     return arguments
 
@@ -219,12 +219,13 @@ class Rank:
         if code is None or self.broken or (code == 0 and self.outcome):
             return
         how = f"on {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        self.replace(DIED, how)
+        # Nothing that peers do kills a rank in its test, whereas its death breaks them: it is older.
+        self.replace(DIED, how, time.monotonic() if self.outcome else 0.0)
 
-    def replace(self, status: str, line: str) -> None:
-        """Take back what the process said of itself, for something else became of it."""
+    def replace(self, status: str, line: str, when: float) -> None:
+        """Note what became of the process, whatever it said before."""
         but = f", though it {self.outcome}" if self.outcome else ""
-        self.outcome = Outcome(status, line + but, when=time.monotonic())
+        self.outcome = Outcome(status, line + but, when=when)
 
     def end(self) -> None:
         """Kill the process and all it started, and wait until it is gone."""
@@ -267,12 +268,13 @@ def _watch(ranks: Sequence[Rank], deadline: float | None) -> None:
     if grace is not None:
         for rank in running:
             if rank.outcome is None:
-                rank.replace(KILLED, f"{GRACE_SECONDS:g} s after the first rank broke")
+                rank.replace(KILLED, f"{GRACE_SECONDS:g} s after the first rank broke", grace)
         return
     stuck = [rank for rank in running if rank.outcome is None or rank.line.closed]
     for rank in stuck:
-        os.kill(rank.process.pid, STACK_SIGNAL)
-        rank.replace(STUCK, "when time was up")
+        rank.replace(STUCK, "when time was up", time.monotonic())
+        with contextlib.suppress(ProcessLookupError):  # it went this very moment
+            os.kill(rank.process.pid, STACK_SIGNAL)
     if stuck:
         time.sleep(STACK_SECONDS)
 
@@ -285,19 +287,15 @@ def _conclude(ranks: Sequence[Rank]) -> None:
         return
     if set(statuses) == {SKIPPED}:
         raise pytest.skip.Exception(ranks[0].outcome.line, _use_item_location=True)
-    # Nothing that peers do kills a process, whereas its death breaks them: a death came first.
-    broken = [rank for rank in ranks if rank.broken]
-    broken.sort(key=lambda rank: (rank.outcome.status != DIED, rank.outcome.when))
+    broken = sorted((rank for rank in ranks if rank.broken), key=lambda rank: rank.outcome.when)
     if broken and broken[0].outcome.status == XFAILED:
         pytest.xfail(broken[0].outcome.line)
-    title, text = "ranks disagree on whether to skip", ""
+    told = ["ranks disagree on whether to skip"]
     if broken:
-        title, text = (
-            f"{broken[0].name} of {len(ranks)} {broken[0].outcome}",
-            broken[0].outcome.text,
-        )
-    lines = (f"{rank.name}: {rank.outcome}" for rank in ranks)
-    pytest.fail("\n".join([title, text, f"{RULE} all ranks {RULE}", *lines]), pytrace=False)
+        first = broken[0]
+        told = [f"{first.name} of {len(ranks)} {first.outcome}", first.outcome.text]
+    told += [f"{RULE} all ranks {RULE}", *(f"{rank.name}: {rank.outcome}" for rank in ranks)]
+    pytest.fail("\n".join(told), pytrace=False)
 
 
 # From here on: what happens in a rank.

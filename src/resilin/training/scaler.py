@@ -9,9 +9,8 @@ from typing import Any, Protocol
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-
 _FRAMES = 8
-"""Frames between `GradScaler.step` and whoever asks, at most: wrappers of schedulers and of ours."""
+"""Most frames between `GradScaler.step` and whoever asks: wrappers of schedulers and of ours."""
 
 
 def calling_scaler() -> bool:

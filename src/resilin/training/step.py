@@ -61,6 +61,7 @@ class StepGradient:
         self._ddp: DistributedDataParallel | None = None
         self._group: dist.ProcessGroup | None = None
         self._queued = False
+        self._last_weight = 0.0
         self.reset()
         self.join()
 
@@ -90,6 +91,7 @@ class StepGradient:
         if group is self._group:
             return
         self._group = group
+        self._last_weight = 0.0
         self._ddp = None
         if group is not None:
             self._ddp = DistributedDataParallel(self._module, **self._ddp_kwargs)
@@ -233,6 +235,7 @@ class StepGradient:
             raise RuntimeError("the weights of a step's micro-batches add up to 0")
         correction = self._assumed() / weight
         self._scale_grads(correction)
+        self._last_weight = weight
         samples = None
         if self._mean_norms is not None:
             means = (self._mean_norms * correction**2).tolist()
@@ -256,9 +259,14 @@ class StepGradient:
         )
 
     def _assumed(self) -> float:
-        """The total weight that replicas divide by before they know it; the same on all."""
+        """The total weight that replicas divide by before they know it; the same on all.
+
+        The last step's is the best guess: while batches stay as they are, nothing needs correction.
+        """
         assert self.part is not None
-        return float(num_replicas()) if self.part.total is None else self.part.total
+        if self.part.total is not None:
+            return self.part.total
+        return self._last_weight or float(num_replicas())
 
     # DDP's hook ----------------------------------------------------------------------------
 
