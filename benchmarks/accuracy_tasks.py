@@ -6,7 +6,7 @@ import functools
 import random
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,31 +149,18 @@ def _sgd(lr: float) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
     return functools.partial(torch.optim.SGD, lr=lr, momentum=0.9)
 
 
+_DIGITS = Task(
+    digits,
+    functools.partial(mlp, 64, 10),
+    accuracy,
+    batch_size=32,
+    epochs=20,
+    optimizers={"sgd": _sgd(0.05), "adam": functools.partial(torch.optim.Adam, lr=0.004)},
+)
 TASKS = {
-    "digits": Task(
-        digits,
-        functools.partial(mlp, 64, 10),
-        accuracy,
-        batch_size=32,
-        epochs=20,
-        optimizers={"sgd": _sgd(0.05), "adam": functools.partial(torch.optim.Adam, lr=0.004)},
-    ),
-    "pixels": Task(
-        functools.partial(digits, standardise=True),
-        functools.partial(mlp, 64, 10),
-        accuracy,
-        batch_size=32,
-        epochs=20,
-        optimizers={"sgd": _sgd(0.05), "adam": functools.partial(torch.optim.Adam, lr=0.004)},
-    ),
-    "noisy": Task(
-        noisy,
-        functools.partial(mlp, 32, 8),
-        accuracy,
-        batch_size=32,
-        epochs=10,
-        optimizers={"sgd": _sgd(0.05), "adam": functools.partial(torch.optim.Adam, lr=0.004)},
-    ),
+    "digits": _DIGITS,
+    "digits-std": replace(_DIGITS, data=functools.partial(digits, standardise=True)),
+    "noisy": replace(_DIGITS, data=noisy, model=functools.partial(mlp, 32, 8), epochs=10),
     "bytes": Task(
         python_bytes,
         ByteModel,

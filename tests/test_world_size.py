@@ -74,6 +74,15 @@ def test_a_rank_computes_in_one_thread() -> None:
     assert torch.get_num_threads() == 1
 
 
+@pytest.mark.world_size(1)
+def test_a_rank_has_no_timer() -> None:
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_the_session_has_a_timer() -> None:
+    assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+
+
 @pytest.mark.world_size(2)
 def test_a_rank_can_train() -> None:
     # Autograd has threads of its own, which do not survive a fork: a fork server may not use it.
@@ -375,9 +384,10 @@ def inner_session(path: Path, tests: str) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "pytest", path, "--rootdir", path, "--basetemp", path / "tmp"]
     command += ["-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider"]
     command += ["--junit-xml", path / "report.xml", "-o", "junit_logging=all"]
+    environ = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
     with (
         (path / "output").open("w") as output,
-        subprocess.Popen(command, cwd=path, stdout=output, stderr=output) as session,
+        subprocess.Popen(command, cwd=path, env=environ, stdout=output, stderr=output) as session,
     ):
         try:
             yield session
@@ -516,15 +526,19 @@ def descendants(pid: int) -> set[int]:
     return found - {pid}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_is_left_after_a_session(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("ending", ["SIGKILL", "SIGINT"])
+def test_nothing_is_left_after_a_session(tmp_path: Path, ending: str) -> None:
     with inner_session(tmp_path, INNER_STUCK) as session:
         assert wait_until(
             lambda: [path.read_text() for path in tmp_path.rglob("ready")] == ["xx"]
         ), (tmp_path / "output").read_text()
         started = descendants(session.pid)
         assert len(started) >= 5  # the fork server, two ranks and a child of each
-        session.send_signal(number)
+        heavy = [p for p in started if "tracker" not in Path(f"/proc/{p}/cmdline").read_text()]
+        session.send_signal(signal.Signals[ending])
+        session.wait()
+        if ending == "SIGINT":
+            assert [pid for pid in heavy if is_alive(pid)] == []
         assert wait_until(lambda: not any(map(is_alive, started)))
 
 

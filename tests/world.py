@@ -219,7 +219,7 @@ class Rank:
         if code is None or self.broken or (code == 0 and self.outcome):
             return
         how = f"on {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        # Nothing that peers do kills a rank in its test, whereas its death breaks them: it is older.
+        # Peers do not kill a rank in its test, whereas its death breaks them: it came before.
         self.replace(DIED, how, time.monotonic() if self.outcome else 0.0)
 
     def replace(self, status: str, line: str, when: float) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -105,8 +107,8 @@ class AdaptiveDataParallel(nn.Module):
         self._factors: tuple[Factors, ...] = (Factors(),) * len(optimizer.param_groups)
         self._gain = 1.0
         self._scale = 1.0
-        self._step_seconds = math.nan
-        self._committed_at = math.nan
+        self._step_seconds: deque[float] = deque(maxlen=9)
+        self._committed_at = time.perf_counter()
         self._prepared: tuple[int, float] | None = None
         self._job = current_job()
         self._scheduler = ClockedScheduler.make(
@@ -281,8 +283,9 @@ class AdaptiveDataParallel(nn.Module):
             noise=noise,
             elapsed=self.clock.read(self.rule.clock, self._clock_reference()),
         )
-        if self._gradient.measure and self._step_seconds > 0:
-            self._schedule.observe(reduced.cost / self._step_seconds)
+        if self._gradient.measure and self._step_seconds:
+            # The median: an evaluation between two steps is not a long step.
+            self._schedule.observe(reduced.cost / statistics.median(self._step_seconds))
         self._prepared = (samples, reduced.weight)
         return self._prepared
 
@@ -336,11 +339,7 @@ class AdaptiveDataParallel(nn.Module):
         """Makes ready for the next step; the optimizer stepped, or a GradScaler skipped it."""
         now = time.perf_counter()
         self._schedule.committed(measured=self._gradient.measure)
-        # The first step has no beginning that was seen, and a maximum would keep an outlier.
-        last = now - self._committed_at
-        if last > 0:
-            kept = self._step_seconds
-            self._step_seconds = last if math.isnan(kept) else 0.9 * kept + 0.1 * last
+        self._step_seconds.append(now - self._committed_at)
         self._committed_at = now
         self._gradient.reset()
         self._prepared = None
