@@ -1,8 +1,11 @@
 """The noise and the gain that a run reports, against those of explicit per-sample gradients."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, vmap
@@ -10,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import resilin
 from resilin.core.noise import Noise
+from resilin.engine.group import replica
 from resilin.training.gradstats import GroupNorms, MeasureSchedule
 
 REFERENCE = 8
@@ -103,6 +107,25 @@ def test_one_replica_without_accumulation_runs_an_occasional_step_in_halves():
     assert model.clock.steps == 128
     assert model.noise.trace == pytest.approx((expected[0] + expected[1]).trace, rel=0.4)
     assert model.gain == 1
+
+
+@pytest.mark.world_size(3)
+def test_replicas_of_unequal_pace_agree_on_which_steps_to_measure():
+    # If they did not, their collectives would not match: an abort or a hang.
+    data = make_data(2048)
+    model = make(torch.optim.SGD, stats_budget=1e-4)
+    loader = resilin.AdaptiveDataLoader(data, batch_size=24, shuffle=True)
+    measured = []
+    for x, y in loader:
+        time.sleep(0.001 * replica())
+        measured.append(model.measures_next())
+        F.cross_entropy(model(x), y).backward()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+    everyone = [None] * 3
+    dist.all_gather_object(everyone, measured)
+    assert everyone[0] == everyone[1] == everyone[2]
+    assert 8 <= sum(measured) < len(measured)
 
 
 def test_static_rules_measure_nothing_unless_asked():

@@ -247,7 +247,7 @@ class AdaptiveDataLoader:
         """One replica measures noise by running an occasional batch in two halves."""
         model = current_job().model
         alone = plan.replicas == 1 and plan.steps == 1 and plan.global_batch_size > 1
-        if alone and model is not None and model.wants_split():
+        if alone and model is not None and model.measures_next():
             return BatchPlan(plan.global_batch_size, 1, max_local_bsz=-(-plan.batch_size // 2))
         return plan
 

@@ -197,8 +197,8 @@ class AdaptiveDataParallel(nn.Module):
         finally:
             self._weight = None
 
-    def wants_split(self) -> bool:
-        """Whether one replica without accumulation should run the next batch in two halves."""
+    def measures_next(self) -> bool:
+        """Whether noise is measured in the next step; a lone replica then splits it in two."""
         return self._measures and self._schedule.due()
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ class AdaptiveDataParallel(nn.Module):
                 current = None
             if current is None:
                 part = Part(weight=self._size_of(args, kwargs), last=True, total=None)
-                self._gradient.begin(part, first=True, measure=self._due())
+                self._begin_part(part, first=True)
             return
         if micro is self._seen and current is not None:
             return
@@ -219,14 +219,14 @@ class AdaptiveDataParallel(nn.Module):
         weight = micro.weight
         if told and weight:
             weight = self._weight or 0.0
-        self._gradient.begin(
-            Part(weight=weight, last=micro.last, total=None if told else micro.total_weight),
-            first=micro.index == 0,
-            measure=self._due(),
-        )
+        total = None if told else micro.total_weight
+        part = Part(weight=weight, last=micro.last, total=total)
+        self._begin_part(part, first=micro.index == 0)
 
-    def _due(self) -> bool:
-        return self._measures and self._schedule.due()
+    def _begin_part(self, part: Part, *, first: bool) -> None:
+        # The median: an evaluation between two steps is not a long step.
+        usual = statistics.median(self._step_seconds) if self._step_seconds else math.inf
+        self._gradient.begin(part, first=first, measure=self.measures_next(), step_seconds=usual)
 
     def _size_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         if self._weight is not None:
@@ -283,9 +283,8 @@ class AdaptiveDataParallel(nn.Module):
             noise=noise,
             elapsed=self.clock.read(self.rule.clock, self._clock_reference()),
         )
-        if self._gradient.measure and self._step_seconds:
-            # The median: an evaluation between two steps is not a long step.
-            self._schedule.observe(reduced.cost / statistics.median(self._step_seconds))
+        if self._gradient.measure:
+            self._schedule.observe(reduced.cost)
         self._prepared = (samples, reduced.weight)
         return self._prepared
 

@@ -47,7 +47,7 @@ class Reduced:
     samples: tuple[NoiseSample, ...] | None
     """Noise per parameter group; None if the step was not measured or cannot tell."""
     cost: float
-    """Seconds that measuring took, as a mean over the replicas."""
+    """Time that measuring took, as a fraction of the step; a mean over the replicas."""
 
 
 class StepGradient:
@@ -84,6 +84,7 @@ class StepGradient:
         self._ballot: Tensor | None = None
         self._ballot_work: dist.Work | None = None
         self._seconds = 0.0
+        self._step_seconds = 0.0
 
     def join(self) -> None:
         """Wraps the module for the replicas that are present now, if they changed."""
@@ -105,8 +106,15 @@ class StepGradient:
 
     # One micro-batch -----------------------------------------------------------------------
 
-    def begin(self, part: Part, *, first: bool, measure: bool) -> None:
-        """A new micro-batch comes. `measure` counts for the first one of a step."""
+    def begin(self, part: Part, *, first: bool, measure: bool, step_seconds: float) -> None:
+        """A new micro-batch comes.
+
+        Args:
+            part: What its gradient counts for.
+            first: Whether a new step begins with it.
+            measure: Whether to measure the step; all replicas must say the same.
+            step_seconds: How long steps take on this replica.
+        """
         if first:
             if self.pending:
                 warnings.warn(
@@ -118,6 +126,7 @@ class StepGradient:
             self.reset()
             self.join()
             self.measure = measure
+            self._step_seconds = step_seconds
         else:
             self.settle()
         self.part = part
@@ -218,7 +227,7 @@ class StepGradient:
         assert self._micro_terms is not None
         terms, means = self._micro_terms.tolist(), mean.tolist()
         samples = self._noise(self._local, self._num_micro, terms, means)
-        return Reduced(self._local, samples, self._seconds)
+        return Reduced(self._local, samples, self._seconds / max(self._step_seconds, 1e-9))
 
     def _conclude_all(self) -> Reduced:
         assert self.part is not None
@@ -230,7 +239,7 @@ class StepGradient:
             assert self.part.total is not None
             return Reduced(self.part.total, None, 0.0)
         self._ballot_work.wait()
-        weight, num, seconds, *terms = self._ballot.tolist()
+        weight, num, seconds, step_seconds, *terms = self._ballot.tolist()
         if not weight:
             raise RuntimeError("the weights of a step's micro-batches add up to 0")
         correction = self._assumed() / weight
@@ -240,8 +249,9 @@ class StepGradient:
         if self._mean_norms is not None:
             means = (self._mean_norms * correction**2).tolist()
             samples = self._noise(weight, round(num), terms, means)
-        # The ballot left before the norms behind the reduction, which cost as much again.
-        return Reduced(weight, samples, 2 * seconds / num_replicas())
+        # The ballot left before the norms behind the reduction, which cost as much again. Times
+        # come from the ballot too: what decides on later steps must be the same everywhere.
+        return Reduced(weight, samples, 2 * seconds / max(step_seconds, 1e-9))
 
     def _noise(
         self, weight: float, num: int, terms: Sequence[float], means: Sequence[float]
@@ -306,7 +316,7 @@ class StepGradient:
     def _send_ballot(self, like: Tensor) -> None:
         """All that replicas must agree on, in one reduction behind that of the last bucket."""
         head = torch.tensor(
-            [self._local, float(self._local > 0), self._seconds],
+            [self._local, float(self._local > 0), self._seconds, self._step_seconds],
             dtype=torch.float64,
             device=like.device,
         )
