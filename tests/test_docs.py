@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import resilin.core
+from docs.blocks import blocks
 
 ROOT = Path(__file__).parents[1]
 MODULES = [f"resilin.core.{m.name}" for m in pkgutil.iter_modules(resilin.core.__path__)]
@@ -46,6 +47,21 @@ def test_pages(page):
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_examples(example):
     run(example)
+
+
+def torchrun(script: object) -> str:
+    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script)
+
+
+def test_the_readme_runs_on_two_replicas(tmp_path):
+    (tmp_path / "digits.py").write_text(blocks(ROOT / "README.md")[0].code)
+    output = torchrun(tmp_path / "digits.py")
+    assert output.count("batch 64") == 20
+
+
+@pytest.mark.parametrize("name", ["step_5_metrics.py"])
+def test_the_tutorial_runs_on_two_replicas(name):
+    torchrun(ROOT / "examples" / "tutorial" / name)
 
 
 def test_the_elastic_example_matches_the_reference_run():

@@ -389,8 +389,3 @@ class AdaptiveDataParallel(nn.Module):
     def _clock_reference(self) -> Reference:
         known = self._job.reference or Reference(round(self._reference(1.0)))
         return replace(known, tokens_per_step=self._tokens_per_step)
-
-    def train(self, mode: bool = True) -> AdaptiveDataParallel:
-        """As in any module."""
-        super().train(mode)
-        return self
