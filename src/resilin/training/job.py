@@ -8,13 +8,33 @@ gradient weighs. `reset_job()` starts a new one, as tests and notebooks need.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from resilin.core.clock import Clock, Reference
+from resilin.core.rules import ScalingRule
 
-if TYPE_CHECKING:
-    from resilin.training.loader import AdaptiveDataLoader
-    from resilin.training.parallel import AdaptiveDataParallel
+
+class TrainedModel(Protocol):
+    """What the rest of the job may ask of the model."""
+
+    training: bool
+    rule: ScalingRule
+
+    def measures_next(self) -> bool:
+        """Whether noise is measured in the next step."""
+        ...
+
+    def release(self) -> None:
+        """Gives optimizer, scheduler and scaler their own methods back."""
+        ...
+
+
+class CommittingLoader(Protocol):
+    """What the model may ask of the loader."""
+
+    def commit(self) -> None:
+        """Moves the cursor behind the current step."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +71,9 @@ class Job:
     """The run that the learning rate was tuned for."""
     micro_batch: MicroBatch | None = None
     """What the loop body is working on; None outside a resilin loader."""
-    loader: AdaptiveDataLoader | None = None
+    loader: CommittingLoader | None = None
     """The loader that is being iterated."""
-    model: AdaptiveDataParallel | None = None
+    model: TrainedModel | None = None
     """The model that is being trained."""
 
     @property
