@@ -45,11 +45,8 @@ def is_alive(pid: int | str) -> bool:
 
 def listening_sockets() -> set[str]:
     """Those of this process, as it cannot know what others do with a port that it has closed."""
-    rows = [
-        row.split()
-        for name in ("tcp", "tcp6")
-        for row in Path(f"/proc/net/{name}").read_text().splitlines()
-    ]
+    tables = [path.read_text().splitlines() for path in Path("/proc/net").glob("tcp*")]
+    rows = [line.split() for table in tables for line in table]
     listening = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
     return listening & {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_socket()}
 
