@@ -53,7 +53,7 @@ events = st.one_of(
     st.builds(CheckpointEvent, **common),
     st.builds(FaultEvent, **common),
     st.builds(EpochEvent, **common),
-).filter(lambda event: event == event)  # a record that holds a NaN equals nothing
+)
 
 
 @given(events)
@@ -61,8 +61,9 @@ def test_events_round_trip(event):
     line = to_json(event)
     assert "\n" not in line
     assert json.loads(line)["version"] == VERSION
-    assert from_json(line) == event
-    assert from_json(line.encode()) == event
+    # By their text: a record that holds a NaN equals nothing.
+    assert repr(from_json(line)) == repr(event)
+    assert repr(from_json(line.encode())) == repr(event)
 
 
 def test_numbers_that_json_lacks():
