@@ -88,7 +88,7 @@ def ours(name: str, stats_every: Any) -> Step:
                 total_weight=float(total),
                 samples=total,
                 scale=total / LOCAL_BATCH,
-                sample_steps=job.clock.sample_steps + total / LOCAL_BATCH,
+                sample_steps=total / LOCAL_BATCH,
             )
             F.cross_entropy(adaptive(x), y).backward()
             optimizer.step()

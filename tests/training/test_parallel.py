@@ -170,8 +170,8 @@ def test_the_gate_can_be_taken_off():
         plain, optimizer, scheduler, schedule_by="rule", scaler=scaler
     )
     assert optimizer.step != own[0]
-    with pytest.raises(ValueError, match="gated already"):
-        resilin.AdaptiveDataParallel(plain, optimizer)
+    with pytest.raises(ValueError, match="the job has an AdaptiveDataParallel already"):
+        resilin.AdaptiveDataParallel(net(), torch.optim.SGD(net().parameters(), lr=0.1))
     model.release()
     assert (optimizer.step, optimizer.zero_grad, scheduler.step, scaler.step) == own
     with warnings.catch_warnings():
@@ -339,6 +339,7 @@ def test_closures():
             assert optimizer.step(closure).item() > 0
         losses.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*losses, strict=True))
+    resilin.reset_job()
     with pytest.raises(ValueError, match=r"LBFGS.step needs a closure"):
         make(torch.optim.LBFGS, rule="constant")
 
@@ -379,7 +380,7 @@ def test_a_step_left_in_the_middle_is_dropped_with_a_warning():
     for x, y in loader:
         F.cross_entropy(model(x), y).backward()
         break
-    with pytest.warns(UserWarning, match="left before its last micro-batch"):
+    with pytest.warns(UserWarning, match="left without optimizer.step"):
         train(model, optimizer, loader)
     assert model.clock.samples == 64
 
@@ -397,6 +398,52 @@ def test_an_epoch_of_progress_uses_more_samples_and_ends_by_itself():
     assert model.clock.samples > 4 * 64
     assert model.clock.steps < 32
     assert resilin.current_job().epoch == 4
+
+
+def test_dropped_tails_do_not_empty_an_epoch():
+    model, optimizer = make(stats_every=10**6)
+    loader = resilin.AdaptiveDataLoader(data(), batch_size=10, shuffle=True, drop_last=True)
+    steps = []
+    for _ in resilin.remaining_epochs_until(4):
+        train(model, optimizer, loader)
+        steps.append(model.clock.steps)
+    assert steps == [6, 12, 18, 24]
+
+
+def test_a_look_at_the_data_before_training_does_not_move_the_clock():
+    plain = net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0)
+    loader = resilin.AdaptiveDataLoader(data(), batch_size=8)
+    assert sum(len(x) for x, _ in loader) == 64
+    model = resilin.AdaptiveDataParallel(
+        plain, optimizer, scheduler, rule="linear", schedule_by="rule"
+    )
+    train(model, optimizer, loader)
+    assert scheduler.last_epoch == 8 == model.clock.sample_steps
+    # Another loader of the same job goes on counting.
+    train(model, optimizer, resilin.AdaptiveDataLoader(data(), batch_size=8))
+    assert scheduler.last_epoch == 16
+
+
+def test_evaluation_is_whole_and_begins_again_when_it_was_left():
+    model, _ = make()
+    model.eval()
+    loader = resilin.AdaptiveDataLoader(data(40), batch_size=16)
+    for x, _ in loader:
+        assert len(x) == 16
+        break
+    assert [len(x) for x, _ in loader] == [16, 16, 8]
+
+
+def test_settings_that_clash_are_errors():
+    model, optimizer = make(batch_size=99)
+    loader = resilin.AdaptiveDataLoader(data(), batch_size=16)
+    with pytest.raises(ValueError, match=r"batch_size \(99\) .* \(16\), or left out"):
+        train(model, optimizer, loader)
+    resilin.reset_job()
+    with pytest.raises(TypeError, match="unknown argument shedule_by"):
+        make(shedule_by="rule")
 
 
 def test_torch_compile():

@@ -102,22 +102,22 @@ class Clock:
             scale: Its scale S, as from `step_scale`.
             gain: Reference steps the step was worth.
             tokens: Tokens in the step.
-            sample_steps: The new reading of the samples clock, where a sample stream knows it
-                exactly (`SampleStream.reference_steps`); None adds the scale.
+            sample_steps: Reference steps that the reference run made with these samples, where a
+                sample stream knows it exactly (`SampleStream.reference_steps`); None takes the
+                scale.
         """
         _validate.whole("samples", samples, at_least=1)
         _validate.real("scale", scale, above=0)
         _validate.real("gain", gain, above=0)
         _validate.real("tokens", tokens, at_least=0)
-        after = self.sample_steps + scale if sample_steps is None else sample_steps
-        if after < self.sample_steps:
-            raise ValueError(f"the samples clock went back from {self.sample_steps} to {after}")
+        made = scale if sample_steps is None else sample_steps
+        _validate.real("sample_steps", made, at_least=0)
         return Clock(
             steps=self.steps + 1,
             samples=self.samples + samples,
             tokens=self.tokens + tokens,
             progress=self.progress + gain,
-            sample_steps=after,
+            sample_steps=self.sample_steps + made,
         )
 
     def read(self, clock: ClockName, reference: Reference) -> float:

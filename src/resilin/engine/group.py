@@ -8,16 +8,23 @@ because it may change between any two steps.
 
 from __future__ import annotations
 
+import itertools
 import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 LAUNCHER_ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher sets for each of its processes."""
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a collective may wait before the job is taken to be stuck."""
+
+# How often this process has joined. torch names groups anew after each teardown, and finds the
+# addresses of the last one in the store: a name of our own for each time keeps them apart.
+_attempts = itertools.count()
 
 
 def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
@@ -25,7 +32,8 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAU
 
     Under torchrun or a compatible launcher this initialises torch.distributed; in a process of
     its own it does nothing, and the job has one replica. Calling it again changes nothing. After
-    `torch.distributed.destroy_process_group()` it can be called anew, also for another world.
+    `torch.distributed.destroy_process_group()` on all replicas it can be called anew, as often on
+    each of them.
 
     Args:
         backend: `nccl`, `gloo` or another one of torch.distributed; None takes nccl where CUDA
@@ -55,7 +63,15 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAU
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=timeout)
+    attempt = next(_attempts)
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(f"resilin/{attempt}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
 
 
 def num_replicas() -> int:

@@ -54,7 +54,7 @@ class MicroBatch:
     scale: float
     """Scale of the step."""
     sample_steps: float
-    """Reading of the samples clock once the step is committed."""
+    """Reference steps that the reference run made with these samples."""
 
 
 @dataclass(slots=True)

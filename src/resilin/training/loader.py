@@ -247,7 +247,7 @@ class AdaptiveDataLoader:
         """One replica measures noise by running an occasional batch in two halves."""
         model = current_job().model
         alone = plan.replicas == 1 and plan.steps == 1 and plan.global_batch_size > 1
-        if alone and model is not None and model.measures_next():
+        if alone and model is not None and model.training and model.measures_next():
             return BatchPlan(plan.global_batch_size, 1, max_local_bsz=-(-plan.batch_size // 2))
         return plan
 
@@ -300,6 +300,9 @@ class AdaptiveDataLoader:
     def _steps_per_epoch(self) -> float:
         return self._stream.steps_per_epoch(self.batch_size, tail=self._tail)
 
+    def _reference_steps(self, cursor: int) -> float:
+        return self._stream.reference_steps(cursor, self.batch_size, tail=self._tail)
+
     def _reference(self) -> Reference:
         return Reference(self.batch_size, steps_per_epoch=self._steps_per_epoch() or None)
 
@@ -316,7 +319,12 @@ class AdaptiveDataLoader:
     def _epoch(self) -> Iterator[Any]:
         job, stream = current_job(), self._stream
         per_epoch, began = self._steps_per_epoch(), job.clock
-        data_end = (self._cursor // stream.num_samples + 1) * stream.num_samples
+        if job.model is not None and not job.model.training:
+            # An evaluation that was left early does not go on later; it begins again.
+            self._cursor -= self._cursor % stream.num_samples
+        # The epoch is that of the next batch: the cursor may stand before a tail to be dropped.
+        first = stream.batch(self._cursor, self.current_batch_size, tail=self._tail).start
+        data_end = (first // stream.num_samples + 1) * stream.num_samples
         goal: float | None = None
         while True:
             if (self._owners.replicas, self._rank) != (num_replicas(), replica()):
@@ -352,9 +360,7 @@ class AdaptiveDataLoader:
         common: dict[str, Any] = {
             "samples": len(span),
             "scale": step_scale(len(span), batch_size, self.batch_size),
-            "sample_steps": self._stream.reference_steps(
-                span.stop, self.batch_size, tail=self._tail
-            ),
+            "sample_steps": self._reference_steps(span.stop) - self._reference_steps(self._cursor),
         }
         self._span = span
         if not mine and training:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import statistics
 import time
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -38,6 +40,9 @@ from resilin.training.step import Part, StepGradient, tensors_in
 
 ScheduleBy = Literal["user", "rule", "samples", "tokens", "progress"]
 """Who steps the scheduler: the user's loop, or a clock (`rule`: the clock of the rule)."""
+
+
+_DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 
 class AdaptiveDataParallel(nn.Module):
@@ -88,6 +93,16 @@ class AdaptiveDataParallel(nn.Module):
         super().__init__()
         if batch_size is not None:
             _validate.whole("batch_size", batch_size, at_least=1)
+        if unknown := set(ddp_kwargs) - set(_DDP_ARGUMENTS):
+            raise TypeError(
+                f"unknown argument {', '.join(sorted(unknown))}: neither AdaptiveDataParallel nor "
+                "DistributedDataParallel takes it"
+            )
+        if current_job().model is not None:
+            raise ValueError(
+                "the job has an AdaptiveDataParallel already, and one is all it can train: call "
+                "release() on it, or resilin.reset_job() to begin another job"
+            )
         chosen = default_rule(type(optimizer).__name__) if rule == "auto" else get_rule(rule)
         self.module = model
         self.rule: ScalingRule = chosen
@@ -111,13 +126,9 @@ class AdaptiveDataParallel(nn.Module):
         self._committed_at = time.perf_counter()
         self._prepared: tuple[int, float] | None = None
         self._job = current_job()
-        self._scheduler = ClockedScheduler.make(
-            lr_scheduler, chosen.clock if schedule_by == "rule" else schedule_by
-        )
+        self._scheduler = ClockedScheduler.make(lr_scheduler, schedule_by, chosen.clock)
         self._gate = Gate(optimizer, self)
         self._scaler = None if scaler is None else ScalerGate(scaler, optimizer, self)
-        if self._job.model is not None:
-            self._job.model.release()
         self._job.model = self
 
     def release(self) -> None:
@@ -373,8 +384,14 @@ class AdaptiveDataParallel(nn.Module):
 
     def _reference(self, per_sample: float) -> float:
         """The reference batch in the units of the weights."""
-        if self._job.reference is not None:
-            return self._job.reference.batch_size * per_sample
+        known = self._job.reference
+        if known is not None:
+            if self._reference_batch not in (None, known.batch_size):
+                raise ValueError(
+                    f"batch_size ({self._reference_batch}) of the AdaptiveDataParallel must be "
+                    f"that of the AdaptiveDataLoader ({known.batch_size}), or left out"
+                )
+            return known.batch_size * per_sample
         if self._reference_batch is None:
             raise ValueError(
                 "the reference batch is not known: pass batch_size= (the global batch size that "

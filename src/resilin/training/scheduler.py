@@ -26,8 +26,15 @@ class ClockedScheduler:
         vars(scheduler)["step"] = self._refuse
 
     @classmethod
-    def make(cls, scheduler: LRScheduler | None, schedule_by: str) -> ClockedScheduler | None:
+    def make(
+        cls, scheduler: LRScheduler | None, schedule_by: str, rule_clock: ClockName
+    ) -> ClockedScheduler | None:
         """Hands a scheduler to a clock, unless the user keeps it.
+
+        Args:
+            scheduler: The user's scheduler, if there is one.
+            schedule_by: `user`, a clock, or `rule` for the clock of the rule.
+            rule_clock: That clock.
 
         Raises:
             ValueError: There is nothing to hand over, or it steps by something else than time.
@@ -42,7 +49,8 @@ class ClockedScheduler:
                 f"ReduceLROnPlateau follows a metric and not a clock: schedule_by "
                 f"({schedule_by!r}) must be 'user'"
             )
-        return cls(scheduler, schedule_by)  # type: ignore[arg-type]
+        clock = rule_clock if schedule_by == "rule" else schedule_by
+        return cls(scheduler, clock)  # type: ignore[arg-type]
 
     def _refuse(self, *_: Any, **__: Any) -> None:
         raise RuntimeError(

@@ -118,8 +118,8 @@ class StepGradient:
         if first:
             if self.pending:
                 warnings.warn(
-                    "a step was left before its last micro-batch; its gradient is dropped, and "
-                    "its samples do not count",
+                    "a step was begun and left without optimizer.step(); its gradient is dropped, "
+                    "and its samples do not count",
                     stacklevel=4,
                 )
                 self._clear_grads()
