@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -9,7 +10,9 @@ RUN = {"capture_output": True, "text": True, "timeout": 60, "check": True}
 
 
 def python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], **RUN).stdout.strip()
+    # Without coverage, which would be measured along.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    return subprocess.run([sys.executable, "-c", code], env=env, **RUN).stdout.strip()
 
 
 def test_the_public_names_are_frozen():
@@ -48,8 +51,8 @@ def test_torch_stays_unloaded(statement):
 
 def test_the_core_imports_in_less_than_300_ms():
     code = (
-        "import time; start = time.perf_counter(); import resilin.core; "
-        "print(time.perf_counter() - start)"
+        "import time; start = time.process_time(); import resilin.core; "
+        "print(time.process_time() - start)"
     )
-    # The machine may be busy; the import is what it is when it is left alone.
+    # Its own time: the machine may be busy with something else.
     assert min(float(python(code)) for _ in range(5)) < 0.3
