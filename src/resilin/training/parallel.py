@@ -217,9 +217,7 @@ class AdaptiveDataParallel(nn.Module):
         current = self._gradient.part
         if micro is None:
             # Any other loader: each batch is a step of its own.
-            if current is not None and not self._gradient.pending:
-                current = None
-            if current is None:
+            if current is None or not self._gradient.pending:
                 part = Part(weight=self._size_of(args, kwargs), last=True, total=None)
                 self._begin_part(part, first=True)
             return

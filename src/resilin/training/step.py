@@ -215,7 +215,7 @@ class StepGradient:
             self._drop_unweighted()
         if not self._local:
             raise RuntimeError("the weights of a step's micro-batches add up to 0")
-        if not (self._mean or (self.measure and self._num_micro)):
+        if not self._num_micro:
             self._scale_grads(self._unit / self._local)
             return Reduced(self._local, None, 0.0)
         if self.part.weight:
