@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import random_split
 
 import resilin
-from resilin.engine.group import replica
+from resilin import current_job
 
 LENGTH, WIDTH, HEADS, EPOCHS = 80, 64, 4, 2
 PAD = -100
@@ -91,7 +91,7 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     resilin.init_process_group()
-    master = replica() == 0
+    master = current_job().engine.replica == 0
 
     train_set, test_set = random_split(lines(), [0.9, 0.1], torch.Generator().manual_seed(0))
     loader = resilin.AdaptiveDataLoader(

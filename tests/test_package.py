@@ -28,11 +28,15 @@ def test_the_public_names_are_frozen():
         "PowerRule",
         "Schedule",
         "accumulate",
+        "checkpoint_to",
         "current_job",
         "init_process_group",
         "plan",
+        "register",
         "remaining_epochs_until",
         "reset_job",
+        "resume",
+        "stop_when",
     ]
     for name in resilin.__all__:
         assert getattr(resilin, name).__module__.startswith("resilin.")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from resilin.training.accumulator import Accumulator
     from resilin.training.epochs import remaining_epochs_until
     from resilin.training.job import current_job, reset_job
+    from resilin.training.keeping import checkpoint_to, register, resume, stop_when
     from resilin.training.loader import AdaptiveDataLoader
     from resilin.training.optimizer import accumulate
     from resilin.training.parallel import AdaptiveDataParallel
@@ -35,11 +36,15 @@ _HOMES = {
     "PowerRule": "resilin.core.rules",
     "Schedule": "resilin.core.clock",
     "accumulate": "resilin.training.optimizer",
+    "checkpoint_to": "resilin.training.keeping",
     "current_job": "resilin.training.job",
     "init_process_group": "resilin.engine.group",
     "plan": "resilin.training.planning",
+    "register": "resilin.training.keeping",
     "remaining_epochs_until": "resilin.training.epochs",
     "reset_job": "resilin.training.job",
+    "resume": "resilin.training.keeping",
+    "stop_when": "resilin.training.keeping",
 }
 
 __all__ = [
@@ -53,11 +58,15 @@ __all__ = [
     "PowerRule",
     "Schedule",
     "accumulate",
+    "checkpoint_to",
     "current_job",
     "init_process_group",
     "plan",
+    "register",
     "remaining_epochs_until",
     "reset_job",
+    "resume",
+    "stop_when",
 ]
 
 

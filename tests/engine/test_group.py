@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import resilin
-from resilin.engine.group import LAUNCHER_ENV, num_replicas, replica
+from resilin.engine.group import LAUNCHER_ENV, detect
 
 
 def test_a_process_of_its_own_is_a_job_of_one(monkeypatch):
@@ -13,7 +13,8 @@ def test_a_process_of_its_own_is_a_job_of_one(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     resilin.init_process_group()
     assert not dist.is_initialized()
-    assert (num_replicas(), replica()) == (1, 0)
+    engine = detect()
+    assert (engine.num_replicas, engine.replica) == (1, 0)
 
 
 def test_half_an_environment_is_an_error(monkeypatch):
@@ -30,7 +31,8 @@ def test_joining_leaving_and_joining_again():
         resilin.init_process_group()
         resilin.init_process_group()
         assert dist.get_backend() == "gloo"
-        assert (num_replicas(), replica()) == (2, int(os.environ["RANK"]))
+        engine = detect()
+        assert (engine.num_replicas, engine.replica) == (2, int(os.environ["RANK"]))
         total = torch.ones(1)
         dist.all_reduce(total)
         assert total.item() == 2
@@ -38,4 +40,4 @@ def test_joining_leaving_and_joining_again():
             resilin.init_process_group("nccl")
         dist.barrier()
         dist.destroy_process_group()
-        assert num_replicas() == 1
+        assert engine.num_replicas == 1

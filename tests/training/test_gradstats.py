@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 import resilin
 from resilin.core.noise import Noise
-from resilin.engine.group import replica
 from resilin.training.gradstats import GroupNorms, MeasureSchedule
+from tests.replicas import replica
 
 REFERENCE = 8
 

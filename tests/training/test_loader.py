@@ -10,8 +10,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import resilin
 from resilin.core import BatchTrace, Schedule
-from resilin.engine.group import num_replicas, replica
 from resilin.training.tickets import CannotSplit, split
+from tests.replicas import num_replicas, replica
 
 N = 203
 

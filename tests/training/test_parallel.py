@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import resilin
 from resilin.core.rules import Factors, PowerRule, WeakEvidenceWarning
-from resilin.engine.group import num_replicas, replica
+from tests.replicas import num_replicas, replica
 
 
 def data(n=64, dtype=torch.float32):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import resilin
-from resilin.engine.group import replica
+from tests.replicas import replica
 
 
 def make():

@@ -8,23 +8,24 @@ because it may change between any two steps.
 
 from __future__ import annotations
 
-import itertools
 import os
+import time
+import uuid
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
+
+from resilin.engine.base import Engine
+from resilin.engine.single import Single
+from resilin.engine.torchrun import Torchrun
 
 LAUNCHER_ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher sets for each of its processes."""
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a collective may wait before the job is taken to be stuck."""
-
-# How often this process has joined. torch names groups anew after each teardown, and finds the
-# addresses of the last one in the store: a name of our own for each time keeps them apart.
-_attempts = itertools.count()
 
 
 def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
@@ -63,22 +64,42 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAU
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-    attempt = next(_attempts)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     dist.init_process_group(
         backend,
-        store=PrefixStore(f"resilin/{attempt}", store),
+        store=PrefixStore(_agree_on_name(store, rank, world_size, timeout), store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
     )
 
 
-def num_replicas() -> int:
-    """How many replicas are in the job now."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+def _agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A name for this group that no group before it has had, the same on all of its members.
+
+    A store may outlive groups: a process joins again, or torchrun starts new workers on the store
+    of the old ones. Under the same name they would find each other's addresses, and connect to the
+    dead. So the first member makes up a name, and everybody else signs it; only a name that bears
+    one's own signature is not an old one.
+    """
+    key = "resilin/group"
+    if rank == 0:
+        name = f"{key}/{uuid.uuid4().hex}"
+        store.set(key, name)
+        signatures = [store.get(f"{name}/{other}").decode() for other in range(1, world_size)]
+        store.set(f"{name}/signed", " ".join(signatures))
+        return name
+    mine = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        name = str(store.get(key).decode())
+        store.set(f"{name}/{rank}", mine)
+        if store.check([f"{name}/signed"]) and mine in store.get(f"{name}/signed").decode().split():
+            return name
+        time.sleep(0.01)
+    raise TimeoutError(f"replica {rank} of {world_size} waited {timeout} for the others to join")
 
 
-def replica() -> int:
-    """Which of them this process is, from 0."""
-    return dist.get_rank() if dist.is_initialized() else 0
+def detect() -> Engine:
+    """The engine of whatever launched this process."""
+    return Torchrun() if all(name in os.environ for name in LAUNCHER_ENV) else Single()

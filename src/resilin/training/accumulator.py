@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from resilin.engine.group import num_replicas
+from resilin.training.job import current_job
 
 
 class _Term:
@@ -79,6 +79,11 @@ class Accumulator(MutableMapping[Any, Any]):
     def __init__(self) -> None:
         self._sums: dict[Any, float] = {}
         self._total: dict[Any, float] | None = None
+        job = current_job()
+        # One that is made in the middle of an epoch is made again there, and starts from nothing.
+        if job.recovery is None or job.epoch_is_new:
+            when = "start" if job.recovery is None else f"epoch {job.epoch}"
+            job.registry.add_summed(when, self, first_replica=job.engine.replica == 0)
 
     def __getitem__(self, key: Any) -> Any:
         if self._total is not None:
@@ -130,7 +135,7 @@ class Accumulator(MutableMapping[Any, Any]):
             self._total = None
 
     def _reduce(self) -> dict[Any, float]:
-        if num_replicas() == 1:
+        if current_job().engine.num_replicas == 1:
             return dict(self._sums)
         keys = sorted(self._sums, key=repr)
         if _same_everywhere(repr(keys)):
@@ -138,7 +143,7 @@ class Accumulator(MutableMapping[Any, Any]):
             values = values.to(_device())
             dist.all_reduce(values)
             return dict(zip(keys, values.tolist(), strict=True))
-        everyone: list[Any] = [None] * num_replicas()
+        everyone: list[Any] = [None] * current_job().engine.num_replicas
         dist.all_gather_object(everyone, self._sums)
         total: dict[Any, float] = {}
         for sums in everyone:

@@ -7,7 +7,7 @@ the micro-gradients are. `MeasureSchedule` decides which steps are measured at a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -117,3 +117,13 @@ class MeasureSchedule:
         if self._every == "auto" and self._measured >= self.FIRST // 2:
             wanted = cost / self._budget
             self._interval = max(1, min(self.LONGEST, round(wanted + 0.5)))
+
+    def state_dict(self) -> dict[str, int]:
+        """How far the schedule is, for checkpoints."""
+        return {"interval": self._interval, "since": self._since, "measured": self._measured}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Takes over what `state_dict` returned; a fixed interval stays that of this run."""
+        if self._every == "auto":
+            self._interval = int(state["interval"])
+        self._since, self._measured = int(state["since"]), int(state["measured"])

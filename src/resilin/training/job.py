@@ -7,11 +7,16 @@ gradient weighs. `reset_job()` starts a new one, as tests and notebooks need.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from resilin.core.clock import Clock, Reference
 from resilin.core.rules import ScalingRule
+from resilin.engine.base import Engine
+from resilin.engine.group import detect
+from resilin.training.protection import Protection
+from resilin.training.registry import Registry
 
 
 class TrainedModel(Protocol):
@@ -24,6 +29,10 @@ class TrainedModel(Protocol):
         """Whether noise is measured in the next step."""
         ...
 
+    def votes(self) -> tuple[float, ...]:
+        """What all replicas together said in the ballot of the last step."""
+        ...
+
     def release(self) -> None:
         """Gives optimizer, scheduler and scaler their own methods back."""
         ...
@@ -34,6 +43,26 @@ class CommittingLoader(Protocol):
 
     def commit(self) -> None:
         """Moves the cursor behind the current step."""
+        ...
+
+
+class JobRecovery(Protocol):
+    """What keeps the state of the job, and restores it."""
+
+    def votes(self) -> tuple[float, ...]:
+        """What this replica has to say in the ballot of a step; nothing if it keeps no state."""
+        ...
+
+    def between_steps(self) -> None:
+        """Called by all replicas when a step is over and the next one has not begun."""
+        ...
+
+    def between_epochs(self) -> None:
+        """Called by all replicas between two epochs of the user's loop."""
+        ...
+
+    def close(self) -> None:
+        """Gives signals their handlers back and ends what runs beside the training."""
         ...
 
 
@@ -75,6 +104,41 @@ class Job:
     """The loader that is being iterated."""
     model: TrainedModel | None = None
     """The model that is being trained."""
+    registry: Registry = field(default_factory=Registry)
+    """Everything with state."""
+    protection: Protection | None = None
+    """How that state is to be kept, if the script says it."""
+    recovery: JobRecovery | None = None
+    """What keeps that state; None until the job has started."""
+    num_loaders: int = 0
+    """How many loaders were made; their numbers name their state."""
+    epoch_is_new: bool = False
+    """Whether the loop has begun an epoch and not yet asked a loader for its data."""
+    _engine: Engine | None = None
+
+    def __post_init__(self) -> None:
+        """Registers itself."""
+        self.registry.add("job", self)
+
+    @property
+    def engine(self) -> Engine:
+        """Who is in the job; found out on first use."""
+        if self._engine is None:
+            self._engine = detect()
+        return self._engine
+
+    def state_dict(self) -> dict[str, Any]:
+        """Clocks, epoch, and how many replicas there are, for checkpoints."""
+        return {
+            "clock": self.clock.state(),
+            "epoch": self.epoch,
+            "replicas": self.engine.num_replicas,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` returned."""
+        self.clock = Clock.from_state(state["clock"])
+        self.epoch = int(state["epoch"])
 
     @property
     def total_steps(self) -> float | None:
@@ -99,5 +163,7 @@ def reset_job() -> Job:
     global _current
     if _current.model is not None:
         _current.model.release()
+    if _current.recovery is not None:
+        _current.recovery.close()
     _current = Job()
     return _current

@@ -19,9 +19,17 @@ from resilin.core.clock import Clock, Reference, Schedule, step_scale
 from resilin.core.plan import BatchBounds, BatchPlan
 from resilin.core.stream import TAILS, Ownership, SampleStream, Tail
 from resilin.core.trace import BatchTrace
-from resilin.engine.group import num_replicas, replica
+from resilin.engine.base import Engine
 from resilin.training.job import MicroBatch, current_job
-from resilin.training.tickets import CannotSplit, Ticket, TicketDataset, TicketSampler, split
+from resilin.training.recovery import begin_step, end_step, start
+from resilin.training.tickets import (
+    CannotSplit,
+    Ticket,
+    TicketDataset,
+    TicketSampler,
+    WorkerInit,
+    split,
+)
 
 BatchSize = int | Schedule[int] | BatchTrace | Callable[[Clock], int]
 """A global batch size, or what it follows: a schedule, a trace, or a function of the clock."""
@@ -108,8 +116,12 @@ class AdaptiveDataLoader:
         self._batch_weight = batch_weight
         self._cursor = 0
         self._span = range(0)
-        self._owners = Ownership(0, num_replicas())
-        self._rank = replica()
+        self._ended: int | None = None
+        self._skip: int | None = None
+        self._name = f"loader/{current_job().num_loaders}"
+        current_job().num_loaders += 1
+        self._owners = Ownership(0, self._engine.num_replicas)
+        self._rank = self._engine.replica
         self._own_clock = Clock()
         self._generation = 0
         self._ahead: deque[Ticket] = deque()
@@ -117,9 +129,10 @@ class AdaptiveDataLoader:
         self._left_over: tuple[Ticket, Any] | None = None
         self._plan: BatchPlan | None = None
         self._current_samples = 0
-        workers = dataloader_kwargs.get("num_workers", 0)
-        if workers:
+        if dataloader_kwargs.get("num_workers", 0):
             dataloader_kwargs["persistent_workers"] = True
+            own = dataloader_kwargs.pop("worker_init_fn", None)
+            dataloader_kwargs["worker_init_fn"] = WorkerInit(own)
         collate = dataloader_kwargs.pop("collate_fn", None) or default_collate
         self._loader: DataLoader[Any] = DataLoader(
             TicketDataset(dataset, self._stream, collate),
@@ -183,12 +196,16 @@ class AdaptiveDataLoader:
         size = _validate.whole("the batch size", size, at_least=1)
         return self._autoscaled(size) if self._follow_replicas else size
 
+    @property
+    def _engine(self) -> Engine:
+        return current_job().engine
+
     def _clock(self) -> Clock:
         # Without a model nobody commits steps, and the loader counts its own.
         return self._own_clock if current_job().model is None else current_job().clock
 
     def _autoscaled(self, size: int) -> int:
-        replicas = num_replicas()
+        replicas = self._engine.num_replicas
         self._bounds.check_replicas(replicas)
         size *= replicas
         if self._bounds.local_bsz_bounds is not None:
@@ -221,10 +238,10 @@ class AdaptiveDataLoader:
 
     def _plan_of(self, samples: int, batch_size: int) -> BatchPlan:
         if samples == batch_size:
-            return self._bounds.plan(samples, num_replicas())
+            return self._bounds.plan(samples, self._engine.num_replicas)
         # The remainder of an epoch is what it is: no smallest size and no global limit apply.
         upper = self._bounds.local_bsz_bounds[1] if self._bounds.local_bsz_bounds else None
-        return BatchPlan(samples, num_replicas(), max_local_bsz=upper)
+        return BatchPlan(samples, self._engine.num_replicas, max_local_bsz=upper)
 
     # Tickets -------------------------------------------------------------------------------
 
@@ -234,9 +251,9 @@ class AdaptiveDataLoader:
             batch_size = self.current_batch_size
             span = self._stream.batch(self._dispatched, batch_size, tail=self._tail)
             plan = self._split_plan(self._plan_of(len(span), batch_size))
-            mine = self._owners.positions(replica(), span)
+            mine = self._owners.positions(self._engine.replica, span)
             offset = 0
-            for size in plan.micro_batches(self._owners.slot(replica(), span.start)):
+            for size in plan.micro_batches(self._owners.slot(self._engine.replica, span.start)):
                 start = mine[offset]
                 self._ahead.append(Ticket(self._generation, start, mine.step, size))
                 offset += size
@@ -318,32 +335,52 @@ class AdaptiveDataLoader:
 
     def _epoch(self) -> Iterator[Any]:
         job, stream = current_job(), self._stream
-        per_epoch, began = self._steps_per_epoch(), job.clock
-        if job.model is not None and not job.model.training:
+        training = job.model is not None and job.model.training
+        if training:
+            start(job)
+            job.registry.add(self._name, self)
+            job.epoch_is_new = False
+            skipped, self._skip, self._ended = self._skip, None, None
+            if skipped == job.epoch:
+                self._ended = job.epoch
+                return
+        elif job.model is not None:
             # An evaluation that was left early does not go on later; it begins again.
             self._cursor -= self._cursor % stream.num_samples
+        per_epoch, began = self._steps_per_epoch(), job.clock
         # The epoch is that of the next batch: the cursor may stand before a tail to be dropped.
         first = stream.batch(self._cursor, self.current_batch_size, tail=self._tail).start
         data_end = (first // stream.num_samples + 1) * stream.num_samples
         goal: float | None = None
-        while True:
-            if (self._owners.replicas, self._rank) != (num_replicas(), replica()):
+        while not self._is_over(data_end, goal):
+            if training:
+                begin_step(job)
+            if (self._owners.replicas, self._rank) != (
+                self._engine.num_replicas,
+                self._engine.replica,
+            ):
                 self._join()
-            if goal is None and self._cursor >= data_end:
-                return
             batch_size = self.current_batch_size
             span = stream.batch(self._cursor, batch_size, tail=self._tail)
-            if goal is None and span.start >= data_end:
-                self._cursor = data_end
-                return
             yield from self._step(span, batch_size)
             self._cursor = span.stop
             # A step that the model committed makes this the training loader; its rule says
             # whether an epoch is measured by the data or by progress.
             if goal is None and job.clock.steps > began.steps and self._by_progress():
                 goal = (math.floor((began.progress + 1e-6) / per_epoch) + 1) * per_epoch
-            if goal is not None and job.clock.progress >= goal - 1e-6:
-                return
+        if training:
+            self._ended = job.epoch
+            end_step(job)
+
+    def _is_over(self, data_end: int, goal: float | None) -> bool:
+        """Whether the epoch ends here: by progress if there is a goal, else by the data."""
+        if goal is not None:
+            return current_job().clock.progress >= goal - 1e-6
+        if self._cursor < data_end:
+            span = self._stream.batch(self._cursor, self.current_batch_size, tail=self._tail)
+            if span.start >= data_end:
+                self._cursor = data_end
+        return self._cursor >= data_end
 
     def _by_progress(self) -> bool:
         model = current_job().model
@@ -356,7 +393,7 @@ class AdaptiveDataLoader:
             job.reference = self._reference()
         self._plan = self._plan_of(len(span), batch_size)
         limit = self._split_plan(self._plan).batch_size
-        mine = self._owners.positions(replica(), span)
+        mine = self._owners.positions(self._engine.replica, span)
         common: dict[str, Any] = {
             "samples": len(span),
             "scale": step_scale(len(span), batch_size, self.batch_size),
@@ -399,13 +436,13 @@ class AdaptiveDataLoader:
 
     def _join(self) -> None:
         """A new generation: positions are dealt out anew from the cursor on."""
-        self._owners = Ownership(self._cursor, num_replicas())
-        self._rank = replica()
+        self._owners = Ownership(self._cursor, self._engine.num_replicas)
+        self._rank = self._engine.replica
         self._rebase(self._cursor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The data state: which stream, and where in it."""
-        return self._stream.state(self._cursor)
+        """The data state: which stream, where in it, and which epoch it has ended, if any."""
+        return {**self._stream.state(self._cursor), "ended": self._ended}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where a saved loader was, at whatever number of replicas there is now.
@@ -414,6 +451,8 @@ class AdaptiveDataLoader:
             ValueError: The state belongs to another dataset or order; the message says which.
         """
         self._cursor = self._stream.resume(state)
+        # An epoch whose data are done is not begun again; the loop goes on behind it.
+        self._ended = self._skip = state.get("ended")
         self._join()
 
 

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from resilin.core import _validate
 from resilin.core.clock import Clock, Reference, scheduler_steps
-from resilin.core.noise import Noise, NoiseAverage, default_horizon, gain
+from resilin.core.noise import Noise, gain
 from resilin.core.rules import (
     ClipPolicy,
     Factors,
@@ -31,9 +31,11 @@ from resilin.core.rules import (
     group_factors,
     total_noise,
 )
+from resilin.training.estimates import NoiseEstimates
 from resilin.training.gradstats import GroupNorms, MeasureSchedule
 from resilin.training.job import MicroBatch, current_job
 from resilin.training.optimizer import Gate, applied
+from resilin.training.recovery import begin_step
 from resilin.training.scaler import ScalerGate, calling_scaler
 from resilin.training.scheduler import ClockedScheduler
 from resilin.training.step import Part, StepGradient, tensors_in
@@ -110,13 +112,19 @@ class AdaptiveDataParallel(nn.Module):
         self.optimizer = optimizer
         self._reference_batch = batch_size
         self._tokens_per_step = tokens_per_step
-        self._schedule = MeasureSchedule(stats_every, stats_budget)
-        self._measures = chosen.adaptive or stats_every != "auto"
-        self._gradient = StepGradient(
-            model, GroupNorms(optimizer, model.parameters()), dict(ddp_kwargs)
+        self._estimates = NoiseEstimates(
+            len(optimizer.param_groups), MeasureSchedule(stats_every, stats_budget)
         )
-        self._averages: list[NoiseAverage] | None = None
-        self._unmeasured = 0.0
+        self._measures = chosen.adaptive or stats_every != "auto"
+        self._job = current_job()
+        self._gradient = StepGradient(
+            model,
+            GroupNorms(optimizer, model.parameters()),
+            dict(ddp_kwargs),
+            self._job.engine,
+            self._own_votes,
+        )
+        self._votes: tuple[float, ...] = ()
         self._seen: MicroBatch | None = None
         self._weight: float | None = None
         self._factors: tuple[Factors, ...] = (Factors(),) * len(optimizer.param_groups)
@@ -125,14 +133,28 @@ class AdaptiveDataParallel(nn.Module):
         self._step_seconds: deque[float] = deque(maxlen=9)
         self._committed_at = time.perf_counter()
         self._prepared: tuple[int, float] | None = None
-        self._job = current_job()
         self._scheduler = ClockedScheduler.make(lr_scheduler, schedule_by, chosen.clock)
         self._gate = Gate(optimizer, self)
         self._scaler = None if scaler is None else ScalerGate(scaler, optimizer, self)
         self._job.model = self
+        self._register(lr_scheduler, scaler)
+
+    def _register(self, scheduler: LRScheduler | None, scaler: torch.amp.GradScaler | None) -> None:
+        parts: dict[str, Any] = {
+            "model": self.module,
+            "optimizer": self.optimizer,
+            "noise": self._estimates,
+            "scheduler": self._scheduler or scheduler,
+            "scaler": scaler,
+        }
+        self._registered = [name for name, part in parts.items() if part is not None]
+        for name in self._registered:
+            self._job.registry.add(name, parts[name])
 
     def release(self) -> None:
         """Gives optimizer, scheduler and scaler their own methods back. The model stays usable."""
+        for name in self._registered:
+            self._job.registry.remove(name)
         self._gate.remove()
         if self._scheduler is not None:
             self._scheduler.release()
@@ -166,9 +188,7 @@ class AdaptiveDataParallel(nn.Module):
     @property
     def group_noise(self) -> list[Noise | None]:
         """Noise of each parameter group's gradient."""
-        if self._averages is None:
-            return [None] * len(self.optimizer.param_groups)
-        return [average.noise for average in self._averages]
+        return self._estimates.group_noise
 
     @property
     def clock(self) -> Clock:
@@ -208,9 +228,16 @@ class AdaptiveDataParallel(nn.Module):
         finally:
             self._weight = None
 
+    def votes(self) -> tuple[float, ...]:
+        """What all replicas together said in the ballot of the last step."""
+        return self._votes
+
+    def _own_votes(self) -> tuple[float, ...]:
+        return () if self._job.recovery is None else self._job.recovery.votes()
+
     def measures_next(self) -> bool:
         """Whether noise is measured in the next step; a lone replica then splits it in two."""
-        return self._measures and self._schedule.due()
+        return self._measures and self._estimates.schedule.due()
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         micro = self._job.micro_batch
@@ -218,6 +245,7 @@ class AdaptiveDataParallel(nn.Module):
         if micro is None:
             # Any other loader: each batch is a step of its own.
             if current is None or not self._gradient.pending:
+                begin_step(self._job)
                 part = Part(weight=self._size_of(args, kwargs), last=True, total=None)
                 self._begin_part(part, first=True)
             return
@@ -280,8 +308,15 @@ class AdaptiveDataParallel(nn.Module):
         samples = micro.samples if micro is not None else round(reduced.weight)
         scale = micro.scale if micro is not None else samples / self._reference(1.0)
         per_sample = reduced.weight / samples
-        self._take_in(reduced.samples, reduced.weight, per_sample)
         reference = self._reference(per_sample)
+        self._estimates.take_in(
+            reduced.samples,
+            weight=reduced.weight,
+            # The loss scale multiplies gradients; it must not reach the noise.
+            gradient_scale=1.0 if self._scaler is None else self._scaler.scale(),
+            reference=reference,
+            total_steps=self._job.total_steps,
+        )
         noise = self.group_noise
         self._scale = scale
         self._gain = gain(total_noise(noise), scale * reference, reference)
@@ -293,29 +328,9 @@ class AdaptiveDataParallel(nn.Module):
             elapsed=self.clock.read(self.rule.clock, self._clock_reference()),
         )
         if self._gradient.measure:
-            self._schedule.observe(reduced.cost)
+            self._estimates.schedule.observe(reduced.cost)
         self._prepared = (samples, reduced.weight)
         return self._prepared
-
-    def _take_in(self, samples: Any, weight: float, per_sample: float) -> None:
-        self._unmeasured += weight
-        if samples is None:
-            return
-        # The loss scale multiplies gradients; it must not reach the noise.
-        unscale = 1.0 if self._scaler is None else self._scaler.scale() ** -2
-        samples = [
-            replace(s, sqr_norm=s.sqr_norm * unscale, trace=s.trace * unscale) for s in samples
-        ]
-        if not all(math.isfinite(s.sqr_norm) and math.isfinite(s.trace) for s in samples):
-            return
-        if self._averages is None:
-            horizon = default_horizon(self._reference(per_sample), self._job.total_steps)
-            self._averages = [NoiseAverage(horizon=horizon) for _ in samples]
-        self._averages = [
-            average.update(sample, elapsed=self._unmeasured)
-            for average, sample in zip(self._averages, samples, strict=True)
-        ]
-        self._unmeasured = 0.0
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -346,9 +361,10 @@ class AdaptiveDataParallel(nn.Module):
     def end_step(self) -> None:
         """Makes ready for the next step; the optimizer stepped, or a GradScaler skipped it."""
         now = time.perf_counter()
-        self._schedule.committed(measured=self._gradient.measure)
+        self._estimates.schedule.committed(measured=self._gradient.measure)
         self._step_seconds.append(now - self._committed_at)
         self._committed_at = now
+        self._votes = self._gradient.votes()
         self._gradient.reset()
         self._prepared = None
 

@@ -63,6 +63,15 @@ class ClockedScheduler:
         for _ in range(num_steps):
             self._step()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's own state, without what was put in place of its `step`."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return {name: value for name, value in state.items() if name != "step"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` returned."""
+        self.scheduler.load_state_dict(state)
+
     def release(self) -> None:
         """Gives the scheduler its own `step` back."""
         vars(self.scheduler).pop("step", None)

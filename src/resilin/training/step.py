@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from resilin.core.noise import NoiseSample, from_sums
-from resilin.engine.group import num_replicas
+from resilin.engine.base import Engine
 from resilin.training.gradstats import GroupNorms
+
+_HEAD = 4
+"""Numbers at the head of a ballot that concern the gradient: weight, members, and two times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +56,18 @@ class Reduced:
 class StepGradient:
     """Accumulates, weighs, reduces and measures the gradient of one step after another."""
 
-    def __init__(self, module: nn.Module, norms: GroupNorms, ddp_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        norms: GroupNorms,
+        ddp_kwargs: dict[str, Any],
+        engine: Engine,
+        own_votes: Callable[[], Sequence[float]],
+    ) -> None:
         self._module = module
+        self._engine = engine
         self._norms = norms
+        self._own_votes = own_votes
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._ddp_kwargs = {"gradient_as_bucket_view": True, **ddp_kwargs}
         self._ddp: DistributedDataParallel | None = None
@@ -82,13 +94,15 @@ class StepGradient:
         self._local_norms: Tensor | None = None
         self._mean_norms: Tensor | None = None
         self._ballot: Tensor | None = None
+        self._num_votes = 0
+        self._alone_votes: tuple[float, ...] = ()
         self._ballot_work: dist.Work | None = None
         self._seconds = 0.0
         self._step_seconds = 0.0
 
     def join(self) -> None:
         """Wraps the module for the replicas that are present now, if they changed."""
-        group = dist.group.WORLD if num_replicas() > 1 else None
+        group = dist.group.WORLD if self._engine.num_replicas > 1 else None
         if group is self._group:
             return
         self._group = group
@@ -211,6 +225,7 @@ class StepGradient:
 
     def _conclude_alone(self) -> Reduced:
         assert self.part is not None
+        self._alone_votes = tuple(self._own_votes())
         if self._held is not None:
             self._drop_unweighted()
         if not self._local:
@@ -235,11 +250,11 @@ class StepGradient:
             if parameter.grad is None:
                 # No replica used it, so DDP left it alone: as it was before it was put aside.
                 parameter.grad = grad
-        if self._ballot is None or self._ballot_work is None:
-            assert self.part.total is not None
+        if self.part.total is not None and not self.measure:
+            # Nothing in the ballot, if there is one, is needed for the gradient.
             return Reduced(self.part.total, None, 0.0)
-        self._ballot_work.wait()
-        weight, num, seconds, step_seconds, *terms = self._ballot.tolist()
+        weight, num, seconds, step_seconds, *terms = self._counted()
+        terms = terms[self._num_votes :]
         if not weight:
             raise RuntimeError("the weights of a step's micro-batches add up to 0")
         correction = self._assumed() / weight
@@ -252,6 +267,24 @@ class StepGradient:
         # The ballot left before the norms behind the reduction, which cost as much again. Times
         # come from the ballot too: what decides on later steps must be the same everywhere.
         return Reduced(weight, samples, 2 * seconds / max(step_seconds, 1e-9))
+
+    def _counted(self) -> list[float]:
+        """The ballot of the step, summed over all replicas."""
+        assert self._ballot is not None
+        assert self._ballot_work is not None
+        self._ballot_work.wait()
+        return self._ballot.tolist()
+
+    def votes(self) -> tuple[float, ...]:
+        """What all replicas together said in the ballot of this step, besides the gradient.
+
+        Empty if there was none: no backward pass, or nobody has anything to say.
+        """
+        if self._group is None:
+            return self._alone_votes
+        if self._ballot is None:
+            return ()
+        return tuple(self._counted()[_HEAD : _HEAD + self._num_votes])
 
     def _noise(
         self, weight: float, num: int, terms: Sequence[float], means: Sequence[float]
@@ -276,7 +309,7 @@ class StepGradient:
         assert self.part is not None
         if self.part.total is not None:
             return self.part.total
-        return self._last_weight or float(num_replicas())
+        return self._last_weight or float(self._engine.num_replicas)
 
     # DDP's hook ----------------------------------------------------------------------------
 
@@ -298,8 +331,10 @@ class StepGradient:
                     self._local_norms, self._norms.of(parameters, grads, buffer)
                 )
         future = dist.all_reduce(buffer, group=self._group, async_op=True).get_future()
-        if bucket.is_last() and (measure or self.part.total is None):
-            self._send_ballot(buffer)
+        if bucket.is_last():
+            votes = self._own_votes()
+            if measure or votes or self.part.total is None:
+                self._send_ballot(buffer, votes)
 
         def reduced(done: torch.futures.Future[list[Tensor]]) -> Tensor:
             tensor = done.value()[0]
@@ -313,10 +348,11 @@ class StepGradient:
         result: torch.futures.Future[Tensor] = future.then(reduced)
         return result
 
-    def _send_ballot(self, like: Tensor) -> None:
+    def _send_ballot(self, like: Tensor, votes: Sequence[float]) -> None:
         """All that replicas must agree on, in one reduction behind that of the last bucket."""
+        self._num_votes = len(votes)
         head = torch.tensor(
-            [self._local, float(self._local > 0), self._seconds, self._step_seconds],
+            [self._local, float(self._local > 0), self._seconds, self._step_seconds, *votes],
             dtype=torch.float64,
             device=like.device,
         )

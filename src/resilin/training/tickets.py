@@ -8,6 +8,7 @@ split where a step needs less.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -71,6 +72,24 @@ class TicketDataset(Dataset[tuple[Ticket, Any]]):
         else:
             samples = [self._dataset[index] for index in indices]
         return ticket, self._collate(samples)
+
+
+class WorkerInit:
+    """Runs first in each worker, before the user's own function for that.
+
+    Launchers signal a replica's whole process group when they want it to stop. The workers leave
+    the group, because the replica still needs their data to finish its step; without it they end.
+    """
+
+    def __init__(self, own: Callable[[int], None] | None) -> None:
+        self._own = own
+
+    def __call__(self, worker: int) -> None:
+        """Makes this worker ready."""
+        if hasattr(os, "setpgid"):
+            os.setpgid(0, 0)
+        if self._own is not None:
+            self._own(worker)
 
 
 class CannotSplit(Exception):

@@ -1,0 +1,200 @@
+"""torchrun's agent, which also says what it does: one line for each thing that happened.
+
+The agent is torch's own, class and decisions. Added are the points at which it speaks, the names
+of the machines in a generation, and one decision: a script that fails again and again right after
+its start is not restarted for ever.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+MAX_EARLY_FAILURES = 5
+"""Generations that may fail early one after the other."""
+EARLY = 30.0
+"""Seconds from the start of the workers within which a failure is early."""
+RESTART = os.EX_TEMPFAIL
+"""Exit code of a worker that wants to be started again, which is no failure of the script."""
+STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit codes of a worker that was told to stop, without and with a handler of its own."""
+MAX_LINES = 8
+"""Workers of one failure that get a line each."""
+
+
+def say(message: str) -> None:
+    """One line for the person in front of the terminal."""
+    print(f"resilin: {message}", file=sys.stderr, flush=True)
+
+
+class SpeakingAgent(LocalElasticAgent):
+    """The agent of one machine, which reports on standard error.
+
+    Args:
+        spec: The workers.
+        bound_early_failures: Whether a script that keeps failing right after its start is given up
+            before its restarts are used up.
+        farewell: Seconds for which the job is closed but still answers. Needed of the agent that
+            the others meet at: with it goes the store that tells them that the job is over.
+        args: What else torch's agent takes.
+        kwargs: As well.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *args: Any,
+        bound_early_failures: bool,
+        farewell: float,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(spec, *args, **kwargs)
+        self._farewell = farewell
+        self._max_early_failures = MAX_EARLY_FAILURES if bound_early_failures else math.inf
+        self._generation = 0
+        self._machines: dict[str, int] = {}
+        self._started = 0.0
+        self._num_early_failures = 0
+
+    def run(self, *args: Any, **kwargs: Any) -> RunResult:
+        """Runs until the job is over, and says how it ended."""
+        spec = self._worker_group.spec
+        say(
+            f"agent {os.getpid()} on {_host()} starts {_count(spec.local_world_size, 'worker')} "
+            f"in job {spec.rdzv_handler.get_run_id()}"
+        )
+        result: RunResult | None = super().run(*args, **kwargs)
+        if result is None:
+            # So ends a spare machine when the job is over. torch's launcher does not expect it.
+            say("the job ended without need of this machine")
+            return RunResult(state=WorkerState.SUCCEEDED)
+        self._report_end(result)
+        if self._farewell:
+            spec.rdzv_handler.shutdown()
+            time.sleep(self._farewell)
+        return result
+
+    def _report_end(self, result: RunResult) -> None:
+        max_restarts = self._worker_group.spec.max_restarts
+        restarts = max_restarts - self._remaining_restarts
+        if not result.is_failed():
+            say(f"finished after {_count(restarts, 'restart')}" if restarts else "finished")
+        elif self._num_early_failures >= self._max_early_failures:
+            say(
+                f"gave up: {self._num_early_failures} times in a row, workers failed within "
+                f"{EARLY:.0f} s of their start (--max-restarts N restarts them N times)"
+            )
+        else:
+            say(f"gave up after {_count(restarts, 'restart')} (--max-restarts {max_restarts})")
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        # Nobody has its ranks before all agents have come by the store: what each wrote before is
+        # there for all of them after.
+        store.set(f"resilin/machine/{group_rank}", _host())
+        self._generation += 1
+        if group_rank == 0:
+            if isinstance(store, PrefixStore):
+                # It is of this round alone, and stands in front of one that outlives rounds.
+                key = f"resilin/generations/{spec.rdzv_handler.get_run_id()}"
+                self._generation = store.underlying_store.add(key, 1)
+            store.set("resilin/generation", str(self._generation))
+        workers: list[Worker] = super()._assign_worker_ranks(
+            store, group_rank, group_world_size, spec
+        )
+        keys = [f"resilin/machine/{rank}" for rank in range(group_world_size)]
+        # Agents of a plain torchrun leave no name.
+        if store.check(["resilin/generation", *keys]):
+            self._generation = int(store.get("resilin/generation"))
+            self._report_machines([name.decode() for name in store.multi_get(keys)])
+        return workers
+
+    def _report_machines(self, names: list[str]) -> None:
+        now = {name: names.count(name) for name in names}
+        if before := self._machines:
+            for name in sorted(now | before):
+                change = now.get(name, 0) - before.get(name, 0)
+                if change:
+                    # Two agents of one machine have one name.
+                    say(f"{name} {'joined' if change > 0 else 'left'}")
+        self._machines = now
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        self._started = time.monotonic()
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        machines = _count(worker_group.group_world_size or 1, "agent")
+        say(
+            f"generation {self._generation}: "
+            f"{_count(worker_group.workers[0].world_size, 'replica')} on {machines}, "
+            f"rank {ranks[0] if len(ranks) == 1 else f'{ranks[0]}-{ranks[-1]}'} here"
+        )
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED}:
+            lifetime = time.monotonic() - self._started
+            failures = _causes(result.failures)
+            if not failures:  # workers that hang in the kernel are alive, and cannot be killed
+                say(f"workers stopped responding after {lifetime:.1f} s")
+            for rank, failure in failures[:MAX_LINES]:
+                say(f"rank {rank} {_ending(failure)} after {lifetime:.1f} s")
+            if len(failures) > MAX_LINES:
+                say(f"and {len(failures) - MAX_LINES} more")
+            asked = any(failure.exitcode == RESTART for _, failure in failures)
+            is_early = lifetime < EARLY and not asked
+            self._num_early_failures = self._num_early_failures + 1 if is_early else 0
+            if self._num_early_failures >= self._max_early_failures:
+                self._remaining_restarts = 0
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state == WorkerState.HEALTHY:
+            say("another agent waits to join: restarting the workers")
+        else:
+            spec = worker_group.spec
+            number = spec.max_restarts - self._remaining_restarts
+            say(f"restarting the workers (restart {number} of {spec.max_restarts})")
+        super()._restart_workers(worker_group)
+
+
+def _host() -> str:
+    return socket.gethostname()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _causes(failures: dict[int, ProcessFailure]) -> list[tuple[int, ProcessFailure]]:
+    """The failures by time, without those of workers that the agent stopped because of others."""
+    by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
+    return [item for item in by_time if item[1].exitcode not in STOPPED] or by_time
+
+
+def _ending(failure: ProcessFailure) -> str:
+    if failure.exitcode == RESTART:
+        how = f"asked to be started again (code {RESTART})"
+    elif failure.exitcode < 0:
+        how = f"was killed by {failure.signal_name()}"
+    else:
+        how = f"exited with code {failure.exitcode}"
+    return f"(process {failure.pid}) {how}"

@@ -1,0 +1,162 @@
+"""The checks of the machine itself: packages, processes that can meet, names, ports and limits.
+
+A check is a function from the options to one finding. It does the thing itself where it can: two
+processes form a group, a port is bound, the name of the machine is looked up.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+
+from resilin.cli.finding import Finding, Options, installed
+
+MIN_VERSIONS = {"torch": (2, 6), "numpy": (1, 26)}
+"""The packages that are needed, and from which version on."""
+MIN_OPEN_FILES = 4096
+"""Workers of data loaders pass tensors as open files, a few for each batch on its way."""
+PAIR_TIMEOUT = 60
+"""Seconds for two processes to import torch and form a group."""
+PAIR = """
+import sys, datetime, torch, torch.distributed as dist
+url, rank = sys.argv[1:]
+timeout = datetime.timedelta(seconds=30)
+dist.init_process_group("gloo", init_method=url, rank=int(rank), world_size=2, timeout=timeout)
+ones = torch.ones(1)
+dist.all_reduce(ones)
+assert ones.item() == 2, ones
+dist.destroy_process_group()
+"""
+"""What each of the two runs."""
+
+
+def python(options: Options) -> Finding:
+    """The interpreter."""
+    return Finding(verdict="ok", found=sys.version.split()[0])
+
+
+def packages(options: Options) -> Finding:
+    """What resilin is built on."""
+    found, old = [], []
+    for name, minimum in MIN_VERSIONS.items():
+        version = installed(name)
+        found.append(f"{name} {version or 'missing'}")
+        numbers = tuple(int(number) for number in re.findall(r"\d+", version or "0")[:2])
+        if numbers < minimum:
+            old.append(f"{name}>={'.'.join(map(str, minimum))}")
+    found.append(f"fsspec {installed('fsspec') or 'missing (only for checkpoints in a URL)'}")
+    if not old:
+        return Finding(verdict="ok", found=", ".join(found))
+    advice = f"pip install {' '.join(shlex.quote(requirement) for requirement in old)}"
+    return Finding(verdict="fail", found=", ".join(found), advice=advice)
+
+
+def backends(options: Options) -> Finding:
+    """What torch.distributed was built with, and the accelerators."""
+    import torch
+    import torch.distributed as dist
+
+    built = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    gpus = torch.cuda.device_count()
+    present = [name for name, is_present in built.items() if is_present]
+    found = f"{', '.join(present) or 'none'}; CUDA devices: {gpus}"
+    if not built["gloo"]:
+        advice = "install a build of torch with gloo: without it, processes on CPUs cannot meet"
+        return Finding(verdict="fail", found=found, advice=advice)
+    if gpus and not built["nccl"]:
+        advice = "install a build of torch with NCCL: gloo moves gradients through the host"
+        return Finding(verdict="warn", found=found, advice=advice)
+    return Finding(verdict="ok", found=found)
+
+
+def group(options: Options) -> Finding:
+    """Two processes of this machine that sum a tensor."""
+    with tempfile.TemporaryDirectory() as scratch:
+        url = f"file://{scratch}/store"
+        pair = [
+            subprocess.Popen(
+                [sys.executable, "-c", PAIR, url, str(rank)],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            errors = [process.communicate(timeout=PAIR_TIMEOUT)[1] for process in pair]
+        except subprocess.TimeoutExpired:
+            errors = [f"no answer within {PAIR_TIMEOUT} s"]
+        finally:
+            for process in pair:
+                process.kill()
+                process.communicate()
+    if all(process.returncode == 0 for process in pair):
+        return Finding(verdict="ok", found="two processes formed a gloo group")
+    lines = [line for error in errors for line in error.strip().splitlines()[-1:]]
+    return Finding(
+        verdict="fail",
+        found=f"two processes formed no gloo group: {lines[0] if lines else 'no reason given'}",
+        advice="set GLOO_SOCKET_IFNAME to a network interface of this machine (ip addr names them)",
+    )
+
+
+def ports(options: Options) -> Finding:
+    """Free ports, which the machines of a job meet at."""
+    with socket.socket() as first, socket.socket() as second:
+        for listener in (first, second):
+            listener.bind(("", 0))
+            listener.listen()
+        found = f"the system gives free ports, such as {first.getsockname()[1]}"
+    return Finding(verdict="ok", found=found)
+
+
+def hostname(options: Options) -> Finding:
+    """Whether the name that other machines get is this machine."""
+    name = socket.gethostname()
+    advice = f"give {name} this machine's address in /etc/hosts, or use --local-addr ADDRESS"
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listener:
+            listener.bind(address)
+    except OSError as error:
+        found = f"{name} is not an address of this machine: {error.strerror}"
+        return Finding(verdict="fail", found=found, advice=advice)
+    found = f"{name} is {address[0]}"
+    if str(address[0]).startswith(("127.", "::1")):
+        found += ", which is another machine's own address to that machine"
+        return Finding(verdict="warn", found=found, advice=f"for several machines, {advice}")
+    return Finding(verdict="ok", found=found)
+
+
+def store(options: Options) -> Finding:
+    """The switch of torch without which a job cannot grow."""
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    value = os.environ.get(name)
+    if value in {None, "1"}:
+        said = "unset: resilin run sets it" if value is None else "1"
+        return Finding(verdict="ok", found=f"{name} is {said}")
+    return Finding(
+        verdict="fail",
+        found=f"{name} is {value}: the job ends when a machine joins (torch {installed('torch')})",
+        advice=f"unset {name}",
+    )
+
+
+def open_files(options: Options) -> Finding:
+    """The limit on open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES:
+        return Finding(verdict="ok", found=f"at most {soft}")
+    advice = f"ulimit -n {MIN_OPEN_FILES if hard < 0 else min(hard, 65536)}"
+    found = f"at most {soft}: data loaders with many workers need more"
+    return Finding(verdict="warn", found=found, advice=advice)

@@ -1,0 +1,75 @@
+"""`resilin doctor`: tries what a job needs of this machine, and says what to do about the rest.
+
+All checks are run, whatever the first ones find.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from resilin.cli import checks, storage
+from resilin.cli.finding import Finding, Options
+from resilin.cli.memory import default_parent
+from resilin.engine import environment
+
+CHECKS: dict[str, Callable[[Options], Finding]] = {
+    "python": checks.python,
+    "packages": checks.packages,
+    "backends": checks.backends,
+    "group": checks.group,
+    "memory": storage.memory,
+    "leftovers": storage.leftovers,
+    "checkpoint": storage.checkpoint,
+    "ports": checks.ports,
+    "hostname": checks.hostname,
+    "store": checks.store,
+    "open files": checks.open_files,
+}
+"""All checks by name, in the order in which they are reported."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the findings.
+
+    Returns:
+        1 if a check failed, else 0.
+    """
+    parser = argparse.ArgumentParser(
+        prog="resilin doctor",
+        description="Tries what a job needs of this machine. Exits with 1 if anything failed.",
+    )
+    parser.add_argument(
+        "--checkpoint-dir",
+        metavar="URL",
+        default=os.environ.get(environment.CHECKPOINT_DIR),
+        help=f"Where checkpoints are to go. Default: {environment.CHECKPOINT_DIR}.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print one JSON list.")
+    args = parser.parse_args(arguments)
+    options = Options(checkpoint_dir=args.checkpoint_dir, memory_parent=default_parent())
+    findings = {name: _run(check, options) for name, check in CHECKS.items()}
+    if args.json:
+        rows = [{"check": name, **asdict(finding)} for name, finding in findings.items()]
+        print(json.dumps(rows, indent=2))
+    else:
+        width = max(map(len, findings))
+        for name, finding in findings.items():
+            print(f"{finding.verdict:4}  {name:{width}}  {finding.found}")
+            if finding.advice:
+                print(f"{'':4}  {'':{width}}  -> {finding.advice}")
+    return int(any(finding.verdict == "fail" for finding in findings.values()))
+
+
+def _run(check: Callable[[Options], Finding], options: Options) -> Finding:
+    try:
+        return check(options)
+    except (OSError, ImportError) as error:
+        return Finding(
+            verdict="fail",
+            found=f"{type(error).__name__}: {error}",
+            advice="see to what the message names, and run the doctor again",
+        )

@@ -1,0 +1,125 @@
+"""The options of `resilin run`: torchrun's own parser, with other defaults and a few options more.
+
+So every option of the installed torch works. A setting of torchrun's environment (`PET_NNODES` and
+the like) goes before a default of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import uuid
+
+import torch
+import torch.distributed.run as torchrun
+
+RENDEZVOUS = {"last_call_timeout": 2, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}
+"""How soon a machine is taken to be gone, and how long the others wait for more: seconds, seconds
+and a number of keep-alives. Measured: the table in docs/guides/cli.md."""
+STOP_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+)
+"""What stops the job here after the workers have been told; SIGUSR1 is the notice of Slurm."""
+SHUTDOWN_TIMEOUT = 30
+"""Seconds that workers have to save their state before they are killed."""
+INTERVAL = r"\d+(\.\d+)?(s|min|h)|[1-9]\d*steps"
+"""The forms of `--checkpoint-every`."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of torchrun, with our defaults and options."""
+    ours: argparse.ArgumentParser = torchrun.get_args_parser()
+    ours.prog = "resilin run"
+    ours.usage = "resilin run [options] [-m] script [arguments of the script]"
+    ours.description = (
+        "Starts this machine's workers of an elastic job, and starts them again whenever a worker "
+        "fails or a machine joins or leaves. Takes every option of torchrun."
+    )
+    group = ours.add_argument_group("resilin")
+    group.add_argument(
+        "--nproc",
+        dest="nproc_per_node",
+        metavar="N|gpu|cpu|auto",
+        default=argparse.SUPPRESS,
+        help="Workers on this machine. Default: one for each accelerator, or 1.",
+    )
+    group.add_argument(
+        "--checkpoint-dir",
+        metavar="URL",
+        help="Where checkpoints go, unless the script says it: a path or an fsspec URL.",
+    )
+    group.add_argument(
+        "--checkpoint-every",
+        metavar="INTERVAL",
+        help="How often, unless the script says it: 500steps, 90s, 10min, 1h.",
+    )
+    group.add_argument(
+        "--memory-dir",
+        metavar="DIR|off",
+        help="Where the job's directory for the newest state is made. Default: in /dev/shm.",
+    )
+    defaults = {
+        "nproc_per_node": "auto" if torch.accelerator.is_available() else "1",
+        "nnodes": None,
+        "rdzv_backend": "c10d",
+        "rdzv_id": None,
+        "max_restarts": None,
+        "shutdown_timeout": SHUTDOWN_TIMEOUT,
+        "signals_to_handle": ",".join(number.name for number in stop_signals()),
+    }
+    # What stands in torchrun's environment was asked for. What this torch does not know, it does
+    # not read.
+    asked = {name for name in defaults if f"PET_{name.upper()}" in os.environ}
+    ours.set_defaults(**{name: defaults[name] for name in defaults.keys() - asked})
+    return ours
+
+
+def complete(args: argparse.Namespace) -> None:
+    """Fills in what depends on other options.
+
+    Raises:
+        ValueError: Options contradict each other, or one is missing.
+    """
+    if args.checkpoint_every and not re.fullmatch(INTERVAL, args.checkpoint_every):
+        raise ValueError(
+            f"--checkpoint-every ({args.checkpoint_every!r}) must be a number with steps, s, min "
+            "or h, such as 500steps or 10min"
+        )
+    if args.standalone and args.rdzv_endpoint:
+        raise ValueError(
+            f"--standalone is a job on this machine alone, but --rdzv-endpoint "
+            f"({args.rdzv_endpoint}) names a meeting point"
+        )
+    args.standalone = False  # it is what happens without an endpoint, but for the id
+    if args.rdzv_backend == "c10d":
+        if args.rdzv_endpoint:
+            if args.nnodes is None:
+                raise ValueError(
+                    f"--rdzv-endpoint ({args.rdzv_endpoint}) needs --nnodes: how many machines "
+                    "may take part, such as 1:4"
+                )
+            # The same on all machines, and another one for another job.
+            args.rdzv_id = args.rdzv_id or re.sub(r"[^\w.-]", "-", args.rdzv_endpoint)
+        else:
+            args.nnodes = args.nnodes or "1:1"
+            if torchrun.parse_min_max_nnodes(args.nnodes)[1] > 1:
+                raise ValueError(
+                    f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT, where the machines "
+                    "find each other: one of them, and a free port there"
+                )
+            args.rdzv_endpoint = "localhost:0"
+        defaults = ",".join(f"{key}={value}" for key, value in RENDEZVOUS.items())
+        args.rdzv_conf = f"{defaults},{args.rdzv_conf}".rstrip(",")
+    args.nnodes = args.nnodes or "1:1"
+    args.rdzv_id = args.rdzv_id or uuid.uuid4().hex[:12]
+
+
+def stop_signals() -> list[signal.Signals]:
+    """What stops the job, without what this process was started to ignore, as under nohup."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]

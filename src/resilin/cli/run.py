@@ -1,0 +1,160 @@
+"""`resilin run`: torchrun, arranged so that a job recovers fast and says what happens to it.
+
+What is started is torch's own agent, by torch's own launcher. Two things are arranged around it:
+the environment through which the processes of the job learn where their state is kept, and the
+directory in memory, which outlives workers and agents but not a job that is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import torch.distributed.launcher.api as launcher
+import torch.distributed.run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+)
+
+from resilin.cli.agent import SpeakingAgent, say
+from resilin.cli.memory import MemoryDirectory, default_parent
+from resilin.cli.options import complete, parser, stop_signals
+from resilin.engine import environment
+
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""torch's switch, with 1, for a store of the workers' own: with the agents' one, a machine that
+joins later ends the job."""
+MAX_RESTARTS = 1000
+"""Restarts for failures. On each machine, the end of any other machine counts as one."""
+FAREWELL = 2.0
+"""Seconds for which a closed job still answers; machines that wait ask once a second."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs this machine's part of the job until it is over.
+
+    Returns:
+        0 if the job finished, 1 if it failed, 128 and the number of the signal that stopped it.
+    """
+    ours = parser()
+    args = ours.parse_args(arguments)
+    try:
+        complete(args)
+    except ValueError as error:
+        ours.error(str(error))
+    # A number that the user gave is kept to; ours is only the end of a long run of bad luck.
+    bound = args.max_restarts is None
+    args.max_restarts = MAX_RESTARTS if bound else args.max_restarts
+    _quiet()
+    for number in stop_signals():
+        # torch listens from the first start of the workers on; the wait for others comes before.
+        signal.signal(number, _stop)
+    memory: MemoryDirectory | None = None
+    code = 1
+    try:
+        memory = prepare(args)
+        # torch's launcher builds the agent by this name, and has no other place to put one in.
+        vars(launcher)["LocalElasticAgent"] = partial(
+            SpeakingAgent,
+            bound_early_failures=bound,
+            farewell=FAREWELL if is_here(args.rdzv_endpoint) else 0,
+        )
+        torchrun.run(args)  # type: ignore[no-untyped-call]
+        code = 0
+    except SignalException as stop:
+        say(f"stopped by {stop.sigval.name}")
+        code = 128 + stop.sigval
+    except ChildFailedError:
+        pass  # the agent has said it
+    except RendezvousClosedError:
+        say(f"job {args.rdzv_id} is closed: it finished or failed on another machine")
+    except RendezvousConnectionError:
+        say(
+            f"no answer from {args.rdzv_endpoint}, where the machines of the job meet: the machine "
+            "that it names must take part, and be reachable from this one"
+        )
+    except Exception as error:
+        if os.environ[environment.LOG] == "DEBUG":
+            traceback.print_exc()
+        say(f"failed: {type(error).__name__}: {error} (RESILIN_LOG=DEBUG shows where)")
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_IGN)  # all is over but for a moment's tidying
+    if memory is not None:
+        _leave(memory, args.rdzv_id, code)
+    return code
+
+
+def is_here(endpoint: str) -> bool:
+    """Whether other machines come to this one to meet."""
+    host, _, port = endpoint.rpartition(":")
+    if port == "0":
+        return False  # nobody else knows the port
+    try:
+        address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(address[0], address[1]) as listener:
+            listener.bind(address[4])
+    except OSError:
+        return False
+    return True
+
+
+def prepare(args: argparse.Namespace) -> MemoryDirectory | None:
+    """Sets the environment of the workers, and makes their directory in memory.
+
+    A directory that the environment names already is left to whoever named it.
+    """
+    os.environ.setdefault(OWN_STORE, "1")
+    os.environ.setdefault(environment.LOG, "INFO")
+    if args.checkpoint_dir:
+        os.environ[environment.CHECKPOINT_DIR] = args.checkpoint_dir
+    if args.checkpoint_every:
+        os.environ[environment.CHECKPOINT_EVERY] = args.checkpoint_every
+    if args.memory_dir == "off":
+        os.environ[environment.MEMORY_DIR] = "off"
+        return None
+    if args.memory_dir is None and environment.MEMORY_DIR in os.environ:
+        return None
+    parent = Path(args.memory_dir) if args.memory_dir else default_parent()
+    memory = MemoryDirectory(parent, args.rdzv_id)
+    os.environ[environment.MEMORY_DIR] = str(memory.path)
+    return memory
+
+
+def _leave(memory: MemoryDirectory, run_id: str, code: int) -> None:
+    """Removes the state in memory if the job is done, or was stopped and could save to disk."""
+    saved = code > 128 and environment.CHECKPOINT_DIR in os.environ
+    needless = code == 0 or saved or not any(memory.path.iterdir())
+    memory.release(remove=needless)
+    if not needless:
+        say(
+            f"the newest state stays in {memory.path}: start again with --rdzv-id {run_id}, or "
+            "remove it"
+        )
+
+
+def _stop(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SignalException(f"stopped by signal {signum}", sigval=signal.Signals(signum))
+
+
+def _quiet() -> None:
+    """Leaves the word to our own lines, unless torch's are asked for with LOGLEVEL."""
+    if "LOGLEVEL" in os.environ:
+        return
+    rooms = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
+    # torch gives each of its loggers a level of its own, so there is no one place to set it.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(rooms):
+            ends = "multiprocessing" in name  # how workers ended is what the agent says
+            logging.getLogger(name).setLevel(logging.CRITICAL if ends else logging.ERROR)

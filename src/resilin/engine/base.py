@@ -1,0 +1,174 @@
+"""The one interface through which training knows who is in the job.
+
+It is written from the needs of a step: who am I, how many are we, may the step begin, did all of us
+commit it, who has state for those that lack it, were we asked to stop. What launched the processes,
+and whether a change of membership means new processes or not, is behind it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from resilin.engine.stop import StopRequest
+
+CONTROL_TIMEOUT = timedelta(minutes=10)
+"""How long replicas wait for each other outside the steps, as at the end of a checkpoint."""
+_CHUNK = 64 * 2**20
+"""Bytes that are sent to other replicas at a time."""
+
+
+class Engine:
+    """Who is in the job. This base knows what torch.distributed knows; subclasses the launcher.
+
+    Who is present is asked of torch.distributed each time, because a live engine may change it
+    between any two steps. All methods that say "all replicas" are collective.
+    """
+
+    def __init__(self) -> None:
+        self.generation = 0
+        """The period of fixed membership that this is. Training sets it when it restores state."""
+        self.stop = StopRequest()
+        """Whether this replica was asked to stop."""
+        self._groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+    # Who we are ----------------------------------------------------------------------------
+
+    @property
+    def replica(self) -> int:
+        """Which replica this process is, from 0."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas there are."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    @property
+    def host(self) -> int:
+        """Number of the host, or of the agent on it, that this replica runs on."""
+        return 0
+
+    @property
+    def local_replica(self) -> int:
+        """Which of the replicas on this host it is, from 0."""
+        return 0
+
+    @property
+    def num_local_replicas(self) -> int:
+        """How many replicas this host has."""
+        return 1
+
+    @property
+    def restarts(self) -> bool:
+        """Whether somebody starts this process again when it dies."""
+        return False
+
+    @property
+    def memory_name(self) -> str | None:
+        """What the host's copies of this job's state are filed under; None if nobody comes back."""
+        return None
+
+    # A step --------------------------------------------------------------------------------
+
+    def begin_step(self) -> bool:
+        """Called by all replicas before each step: the place where members may join or leave.
+
+        Returns:
+            Whether the membership has changed since the last step. Where a change means new
+            processes it never has.
+        """
+        return False
+
+    def all_committed(self) -> bool:
+        """Called after each step: whether all replicas made it.
+
+        Where a lost replica means new processes, whoever still runs has seen the reduction of the
+        step end, so all took part in it.
+        """
+        return True
+
+    # Agreement and state -------------------------------------------------------------------
+
+    def group(self, purpose: str) -> dist.ProcessGroup | None:
+        """A gloo group of all replicas for one purpose, apart from that of the gradients.
+
+        Threads that communicate at the same time need a group each. All replicas must ask for
+        groups in the same order.
+
+        Returns:
+            The group, always the same one while the membership lasts; None if there is but one
+            replica.
+        """
+        if self.num_replicas == 1:
+            return None
+        world = dist.group.WORLD
+        assert world is not None
+        present = self._groups.get(purpose)
+        if present is None or present[0] is not world:
+            present = (world, dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
+            self._groups[purpose] = present
+        return present[1]
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each replica says, known to all replicas. For small things."""
+        group = self.group("control")
+        if group is None:
+            return [value]
+        values: list[Any] = [None] * self.num_replicas
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """The value that replica `source` has, on all replicas. For small things."""
+        group = self.group("control")
+        if group is None:
+            return value
+        payload = pickle.dumps(value) if self.replica == source else b""
+        size = torch.tensor([len(payload)])
+        dist.broadcast(size, source, group=group)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        if self.replica == source:
+            data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        dist.broadcast(data, source, group=group)
+        # Between replicas of one job, which run the same code anyway.
+        return pickle.loads(data.numpy().tobytes())
+
+    def hand_out(self, tensors: Mapping[str, Tensor], owners: Mapping[str, int]) -> None:
+        """Fills in tensors on the CPU: each is sent by its owner to all replicas.
+
+        Args:
+            tensors: The same names, types and shapes on all replicas; contiguous.
+            owners: Which replica has the content of each of them.
+        """
+        group = self.group("control")
+        if group is None:
+            return
+        for name in owners:
+            for part in _parts(tensors[name]):
+                dist.broadcast(part, owners[name], group=group)
+
+    # The end -------------------------------------------------------------------------------
+
+    def leave(self, *, asked: bool) -> NoReturn:
+        """Ends this process after all replicas have agreed to stop.
+
+        Args:
+            asked: Whether this very replica was asked to, or follows another one.
+        """
+        raise SystemExit(self.stop.exit_code)
+
+
+def _parts(tensor: Tensor) -> Iterable[Tensor]:
+    """A tensor as pieces of raw bytes."""
+    if not tensor.numel():
+        return ()
+    assert tensor.is_contiguous()
+    raw = tensor.view(-1).view(torch.uint8)
+    return (raw[start : start + _CHUNK] for start in range(0, raw.numel(), _CHUNK))

@@ -1,0 +1,138 @@
+"""Being asked to stop: by a signal, by a poller such as a cloud's notice, or by the user's code.
+
+A request only says so; the ballot of the next step tells all replicas, and they end together. The
+signal is seen by a thread as well, because the main thread of a replica whose peer has died may
+wait for it in a collective, where no Python handler runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals that ask to stop: what clusters send before they take a machine, and Slurm's notice."""
+RESTART = 75
+"""Exit code of a process that wants to be started again (`EX_TEMPFAIL` of sysexits.h)."""
+
+logger = logging.getLogger("resilin")
+
+
+class StopRequest:
+    """Whether this process was asked to stop, and by what."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        """The signal that asked, if it was one."""
+        self.reason: str | None = None
+        """Who asked; None while nobody did."""
+        self._previous: dict[int, Any] = {}
+        self._wakeup: tuple[int, int] | None = None
+        self._closed = threading.Event()
+        self._event = threading.Event()
+
+    @property
+    def asked(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self.reason is not None
+
+    @property
+    def exit_code(self) -> int:
+        """What the process ends with: 128 + signal as a shell would say, else `RESTART`."""
+        return RESTART if self.signal is None else 128 + self.signal
+
+    def request(self, reason: str) -> None:
+        """Asks to stop at the end of the current step."""
+        if self.reason is None:
+            self.reason = reason
+            self._event.set()
+
+    # Signals -------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Takes `SIGNALS` as requests, from now on. Only the main thread can; others are warned."""
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("not the main thread: signals cannot be taken as requests to stop")
+            return
+        for number in SIGNALS:
+            present = signal.getsignal(number)
+            if present not in (signal.SIG_DFL, signal.SIG_IGN):
+                logger.warning(
+                    "%s has a handler already, which is left alone: it does not ask the job to "
+                    "stop; use resilin.stop_when for that",
+                    number.name,
+                )
+                continue
+            self._previous[number] = signal.signal(number, self._handle)
+        if self._previous and signal.set_wakeup_fd(-1) == -1:
+            read, write = os.pipe()
+            os.set_blocking(read, False)
+            os.set_blocking(write, False)
+            signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+            self._wakeup = (read, write)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self._take(number)
+
+    def _take(self, number: int) -> None:
+        if self.reason is None:
+            self.signal = number
+        self.request(signal.Signals(number).name)
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for a request; sees a signal even while the main thread is blocked.
+
+        Returns:
+            Whether this process was asked to stop.
+        """
+        if self._wakeup is None:
+            self._event.wait(seconds)
+            return self.asked
+        ready, _, _ = select.select([self._wakeup[0]], [], [], 0 if self.asked else seconds)
+        if ready:
+            for number in os.read(self._wakeup[0], 256):
+                if number in self._previous:
+                    self._take(number)
+        return self.asked
+
+    # Pollers -------------------------------------------------------------------------------
+
+    def poll(self, condition: Callable[[], bool], every: float) -> None:
+        """Asks a function every so many seconds, in a thread, whether to stop.
+
+        Args:
+            condition: True asks to stop. If it raises, that is logged, and it is asked again.
+            every: Seconds in between.
+        """
+
+        def ask() -> None:
+            while not self._closed.wait(every) and not self.asked:
+                try:
+                    answer = condition()
+                except Exception:
+                    logger.warning(
+                        "the poller %r failed; it is asked again", condition, exc_info=True
+                    )
+                    continue
+                if answer:
+                    self.request(f"{getattr(condition, '__name__', condition)} said so")
+
+        threading.Thread(target=ask, name="resilin-poller", daemon=True).start()
+
+    def close(self) -> None:
+        """Gives signals their former handlers back and ends the pollers."""
+        self._closed.set()
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            for end in self._wakeup:
+                os.close(end)
+            self._wakeup = None
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()

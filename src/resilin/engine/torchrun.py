@@ -1,0 +1,117 @@
+"""torchrun, and every launcher that speaks its environment.
+
+A change of membership, or the loss of any worker, means new processes for all: torchrun's agents
+stop the workers that are left, meet again, and start new ones. So a step ends for all or for none,
+and state comes from the host's memory, from another replica, or from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from resilin.engine.base import Engine
+from resilin.engine.stop import RESTART
+
+RUN_ID = "TORCHELASTIC_RUN_ID"
+"""Set by torchrun's agents; the `--rdzv-id` of the job."""
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Seconds between an agent's SIGTERM and its SIGKILL, for agents that take it from there."""
+NO_RUN_ID = "none"
+"""What torchrun calls a job that was not given an id."""
+AGENT_SECONDS = 0.5
+"""How long a replica that follows others waits for its own agent to stop it.
+
+An agent that is about to restart its workers because others joined says so within its monitor
+interval, and then the exit of a worker does not count as a failure.
+"""
+
+
+class Torchrun(Engine):
+    """Workers of torchrun's agents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._agent = os.getppid()
+
+    @property
+    def host(self) -> int:
+        """Number of the agent."""
+        return int(os.environ.get("GROUP_RANK", "0"))
+
+    @property
+    def local_replica(self) -> int:
+        """Which worker of its agent this replica is."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def num_local_replicas(self) -> int:
+        """Workers of this agent."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    @property
+    def restarts(self) -> bool:
+        """Whether there is an agent."""
+        return RUN_ID in os.environ
+
+    @property
+    def memory_name(self) -> str | None:
+        """The id of the run, or the agent itself where the run has none."""
+        if not self.restarts:
+            return None
+        run_id = os.environ[RUN_ID]
+        return f"agent-{self._agent}" if run_id == NO_RUN_ID else run_id
+
+    @property
+    def grace(self) -> float:
+        """Seconds in which a worker that was told to stop has to be gone by itself."""
+        return 0.6 * float(os.environ.get(SHUTDOWN_TIMEOUT, "30"))
+
+    def orphaned(self) -> bool:
+        """Whether the agent is gone: then nobody supervises this worker any more."""
+        return self.restarts and os.getppid() != self._agent
+
+    def leave(self, *, asked: bool) -> NoReturn:
+        """Ends this worker.
+
+        A worker that follows others wants to be started again with those that stay. One whose
+        machine goes away, as a poller or SIGUSR1 says, takes its agent along, or it would be
+        started again right here.
+        """
+        if not asked:
+            deadline = time.monotonic() + AGENT_SECONDS
+            while time.monotonic() < deadline and not self.stop.asked:
+                time.sleep(0.02)
+            raise SystemExit(self.stop.exit_code if self.stop.asked else RESTART)
+        if self.restarts and self.stop.signal != signal.SIGTERM:
+            os.kill(self._agent, signal.SIGTERM)
+        raise SystemExit(self.stop.exit_code)
+
+
+def process_gone(pid: int, started: str | None) -> bool:
+    """Whether a process of this host has ended, also if nobody has collected it yet.
+
+    Args:
+        pid: Its number.
+        started: What `process_start` said of it; a number may be given to another process later.
+    """
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    now = process_start(pid)
+    return now is not None and now != started
+
+
+def process_start(pid: int) -> str | None:
+    """When a process began, in the kernel's words; empty if it has ended, None if not known."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None if not Path("/proc/self/stat").exists() else ""
+    return "" if fields[0] in "ZX" else fields[19]

@@ -1,0 +1,306 @@
+"""The memory copy: the newest state of the job in this host's shared memory.
+
+After each step the replicas of a host copy the state into files in memory, which outlive them. A
+process that is started again on the host finds the last completed step there; a host that has
+nothing gets it from one that has. Each replica writes only its share, and that of its neighbour,
+so a host loses nothing when any one of its replicas dies at any moment. Files are written in turns,
+two per share, and say last of all that they are complete.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from resilin.training.snapshot import Json, Snapshot, Version, shares
+
+FORMAT = 1
+"""Version of the files. Others are passed over: their job runs another resilin."""
+_HEADER = struct.Struct("<8sQqqqQQI")
+_MAGIC = b"resilin\n"
+_DATA = 4096
+_ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a replica is among those that share its host's memory."""
+
+    host: int
+    """Number of the host, or of the agent on it."""
+    local_replica: int
+    """Which replica of the host, from 0."""
+    num_local_replicas: int
+    """How many replicas the host has."""
+    replica: int
+    """Which replica of the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """One complete file."""
+
+    path: Path
+    version: Version
+    meta: dict[str, Any]
+
+
+class MemoryCopies:
+    """Writes and reads the copies of one job in one directory.
+
+    Args:
+        directory: A directory in memory, of this job alone. It is made if it does not exist.
+
+    Raises:
+        ValueError: The directory belongs to somebody else, who could forge what is in it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise ValueError(
+                f"{directory} must belong to user {os.getuid()} and be writable by no other; it "
+                f"belongs to {status.st_uid} and has mode {status.st_mode & 0o777:o}"
+            )
+        self.directory = directory
+        self._writers: dict[tuple[int, int], _Writer] = {}
+        self._turn = 0
+
+    # Writing -------------------------------------------------------------------------------
+
+    def keep(self, snapshot: Snapshot, sums: Mapping[str, Json], place: Place) -> None:
+        """Copies this replica's part of the state; complete when it returns.
+
+        Args:
+            snapshot: The state, the same on all replicas.
+            sums: This replica's part of what is summed over the replicas.
+            place: Where this replica is. All of the host's replicas have to keep the same steps.
+        """
+        num = place.num_local_replicas
+        dealt = shares(snapshot.tensors, num)
+        self._turn = 1 - self._turn
+        for share in sorted({place.local_replica, (place.local_replica + 1) % num}):
+            meta: dict[str, Any] = {"share": share, "num_shares": num, "host": place.host}
+            if share == 0:
+                meta["tree"] = snapshot.tree
+            if share == place.local_replica:
+                meta["sums"] = {"replica": place.replica, "of": sums}
+            tensors = {name: snapshot.tensors[name] for name in dealt[share]}
+            self._writer(snapshot.version, share, place).write(snapshot.version, tensors, meta)
+
+    def _writer(self, version: Version, share: int, place: Place) -> _Writer:
+        key = (share, self._turn)
+        name = f"{version.generation}-{place.host}-{place.local_replica}-{share}-{self._turn}"
+        writer = self._writers.get(key)
+        if writer is None or writer.path.name != name:
+            if writer is not None:
+                writer.close()
+            writer = self._writers[key] = _Writer(self.directory / name)
+        return writer
+
+    # Reading -------------------------------------------------------------------------------
+
+    def versions(self) -> list[Version]:
+        """The states that are here completely, newest first."""
+        return sorted(self._complete(), reverse=True)
+
+    def _complete(self) -> dict[Version, list[_Found]]:
+        """Per version and host, one file of each share; only those that have all of them."""
+        found: dict[tuple[Version, int], dict[int, _Found]] = {}
+        for file in self._files():
+            files = found.setdefault((file.version, file.meta["host"]), {})
+            files.setdefault(file.meta["share"], file)
+        return {
+            version: list(files.values())
+            for (version, _), files in sorted(found.items(), key=lambda item: item[0])
+            if len(files) == next(iter(files.values())).meta["num_shares"]
+        }
+
+    def _files(self) -> Iterator[_Found]:
+        for path in sorted(self.directory.iterdir()):
+            file = _read_meta(path)
+            if file is not None:
+                yield file
+
+    def read(self, version: Version) -> Snapshot:
+        """Reads a state that is here completely.
+
+        Raises:
+            LookupError: It is not, or not any more.
+        """
+        files = self._complete().get(version)
+        if files is None:
+            raise LookupError(f"{self.directory} has no complete copy of {version}")
+        tree: dict[str, Json] | None = None
+        tensors: dict[str, Tensor] = {}
+        for file in files:
+            tree = file.meta.get("tree", tree)
+            tensors.update(_read_tensors(file))
+            again = _read_meta(file.path)
+            if again is None or again.version != version:
+                raise LookupError(f"{file.path} was overwritten while it was read")
+        assert tree is not None, "share 0 has the tree"
+        return Snapshot(version, tree, tensors)
+
+    def sums(self, version: Version) -> dict[int, Mapping[str, Json]]:
+        """What replicas of this host have added to sums by this version, by replica."""
+        parts = (f.meta["sums"] for f in self._files() if f.version == version and "sums" in f.meta)
+        return {part["replica"]: part["of"] for part in parts}
+
+    # Forgetting ----------------------------------------------------------------------------
+
+    def forget(self, before: int | None = None) -> None:
+        """Removes files of generations before this one, or all of them with the directory.
+
+        Only what this module wrote is touched.
+        """
+        for path in self.directory.iterdir() if self.directory.exists() else ():
+            generation = path.name.partition("-")[0]
+            if generation.isdigit() and (before is None or int(generation) < before):
+                path.unlink(missing_ok=True)
+        if before is None:
+            self.close()
+            try:
+                self.directory.rmdir()
+            except OSError:
+                return  # Other replicas of the host still have files in it.
+
+    def close(self) -> None:
+        """Lets go of the files; they stay."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+
+class _Writer:
+    """One file: header, tensors, and the rest as JSON behind them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._memory: mmap.mmap | None = None
+        self._layout: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        self._views: dict[str, Tensor] = {}
+        self._table: dict[str, list[Any]] = {}
+        self._end = _DATA
+
+    def write(self, version: Version, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
+        layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        if layout != self._layout or self._memory is None:
+            self._arrange(tensors)
+            self._layout = layout
+        meta["format"], meta["tensors"] = FORMAT, self._table
+        text = json.dumps(meta, separators=(",", ":")).encode()
+        memory = self._room_for(len(text))
+        head = (version.generation, version.step, version.epoch, self._end, len(text))
+        # Incomplete from here on, whatever happens.
+        _HEADER.pack_into(memory, 0, _MAGIC, 0, *head, 0)
+        on_device = False
+        for name, view in self._views.items():
+            view.copy_(tensors[name], non_blocking=True)
+            on_device |= tensors[name].is_cuda
+        if on_device:
+            torch.cuda.synchronize()
+        memory[self._end : self._end + len(text)] = text
+        _HEADER.pack_into(memory, 0, _MAGIC, 1, *head, zlib.crc32(text))
+
+    def _arrange(self, tensors: Mapping[str, Tensor]) -> None:
+        self.close()
+        offset = _DATA
+        self._table = {}
+        for name, tensor in tensors.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._table[name] = [dtype, list(tensor.shape), offset]
+            offset += -(-tensor.nbytes // _ALIGN) * _ALIGN
+        self._end = offset
+        self._open(offset + 2**16)
+        self._map(tensors)
+
+    def _map(self, tensors: Mapping[str, Tensor]) -> None:
+        assert self._memory is not None
+        self._views = {
+            name: _view(self._memory, tensors[name].dtype, shape, offset)
+            for name, (_, shape, offset) in self._table.items()
+        }
+
+    def _room_for(self, num_bytes: int) -> mmap.mmap:
+        assert self._memory is not None
+        if self._end + num_bytes > len(self._memory):
+            tensors = dict(self._views)
+            self.close()
+            self._open(self._end + 2 * num_bytes)
+            self._map(tensors)
+        return self._memory
+
+    def _open(self, size: int) -> None:
+        # A new file: readers of the old one keep what they have, and disk full shows here and not
+        # as a bus error when the memory is touched.
+        self.path.unlink(missing_ok=True)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, size)
+            else:
+                os.truncate(descriptor, size)
+            self._memory = mmap.mmap(descriptor, size)
+        except OSError:
+            self.path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        # The memory is unmapped when the last view of it goes.
+        self._views = {}
+        self._memory = None
+
+
+def _view(memory: Any, dtype: torch.dtype, shape: Any, offset: int) -> Tensor:
+    count = 1
+    for length in shape:
+        count *= length
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
+
+
+def _read_meta(path: Path) -> _Found | None:
+    """The header and the JSON of a file, if it is complete."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEADER.size)
+            if len(head) < _HEADER.size:
+                return None
+            magic, complete, generation, step, epoch, end, size, crc = _HEADER.unpack(head)
+            if magic != _MAGIC or not complete:
+                return None
+            file.seek(end)
+            text = file.read(size)
+    except FileNotFoundError:
+        return None  # Removed by its writer, who is alive then.
+    if len(text) != size or zlib.crc32(text) != crc:
+        return None
+    meta = json.loads(text)
+    if meta["format"] != FORMAT:
+        return None
+    return _Found(path, Version(generation, step, epoch), meta)
+
+
+def _read_tensors(file: _Found) -> dict[str, Tensor]:
+    """Copies of the tensors of a file, on the CPU."""
+    with file.path.open("rb") as stream:
+        memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    return {
+        name: _view(memory, getattr(torch, dtype), shape, offset).clone()
+        for name, (dtype, shape, offset) in file.meta["tensors"].items()
+    }

@@ -1,0 +1,100 @@
+"""What users say about keeping state: where checkpoints go, how often, and how much of it stays."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+from resilin.core import _validate
+from resilin.engine import environment
+from resilin.engine.base import Engine
+
+OFF = "off"
+"""What `RESILIN_MEMORY_DIR` says when there are to be no memory copies."""
+_UNITS = {"s": 1, "min": 60, "h": 3600}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protection:
+    """How the state of a job is kept."""
+
+    checkpoint_dir: str | None = None
+    """A path or an fsspec URL that all replicas reach; None writes no checkpoints."""
+    checkpoint_every: int | timedelta | None = timedelta(minutes=10)
+    """Steps or time between two checkpoints; None saves only when the job stops or is done."""
+    keep: int = 3
+    """How many of the newest checkpoints stay."""
+    keep_every: int | None = None
+    """Also keep those of every so many steps."""
+    memory_every: int | Literal["auto"] | None = "auto"
+    """Steps between two memory copies; `auto`: as often as 5% of the time allows; None: never."""
+
+    def __post_init__(self) -> None:
+        every = self.checkpoint_every
+        if isinstance(every, timedelta):
+            _validate.real("checkpoint_every", every.total_seconds(), above=0)
+        elif every is not None:
+            _validate.whole("checkpoint_every", every, at_least=1)
+        _validate.whole("keep", self.keep, at_least=1)
+        if self.keep_every is not None:
+            _validate.whole("keep_every", self.keep_every, at_least=1)
+        if isinstance(self.memory_every, int):
+            _validate.whole("memory_every", self.memory_every, at_least=1)
+        elif self.memory_every is not None:
+            _validate.one_of("memory_every", self.memory_every, ("auto",))
+
+
+def from_environment() -> Protection:
+    """What the launcher says, where the script says nothing.
+
+    Raises:
+        ValueError: `RESILIN_CHECKPOINT_EVERY` is not a number with a unit.
+    """
+    protection = Protection(checkpoint_dir=os.environ.get(environment.CHECKPOINT_DIR) or None)
+    every = os.environ.get(environment.CHECKPOINT_EVERY)
+    return replace(protection, checkpoint_every=parse_every(every)) if every else protection
+
+
+def parse_every(text: str) -> int | timedelta:
+    """Reads an interval such as `500steps`, `90s`, `10min` or `1h`.
+
+    Raises:
+        ValueError: It is not one.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(steps?|s|min|h)\s*", text)
+    if match is None:
+        raise ValueError(
+            f"{text!r} must be a number of steps, s, min or h, such as 500steps or 10min"
+        )
+    number, unit = match.groups()
+    if unit.startswith("step"):
+        return _validate.whole("the number of steps", float(number).__trunc__(), at_least=1)
+    return timedelta(seconds=float(number) * _UNITS[unit])
+
+
+def memory_directory(engine: Engine, protection: Protection) -> Path | None:
+    """Where this host keeps its copies of the job; None if there are none.
+
+    There are none where nobody starts a process again that has died, unless the environment names
+    a directory.
+    """
+    if protection.memory_every is None:
+        return None
+    named = os.environ.get(environment.MEMORY_DIR)
+    if named == OFF:
+        return None
+    if named:
+        return Path(named)
+    if engine.memory_name is None:
+        return None
+    root = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", engine.memory_name)
+    if name != engine.memory_name:
+        name += "-" + hashlib.sha256(engine.memory_name.encode()).hexdigest()[:8]
+    return root / f"resilin-{os.getuid()}" / name

@@ -1,0 +1,407 @@
+"""Nothing lost: keeps the state of the job between steps, and restores it when the job starts.
+
+Between any two steps the replicas keep a copy in memory, save a checkpoint when one is due, and
+stop together when one of them was asked to. What is due is decided in the ballot of the step, so
+all replicas do the same. When a job starts, it goes on from the newest state that any replica can
+find: a memory copy on any host, or else the newest checkpoint that is whole.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from resilin.engine.environment import log_to_stderr
+from resilin.engine.stop import RESTART
+from resilin.engine.torchrun import Torchrun, process_start
+from resilin.engine.watch import Peer, Watch
+from resilin.training.checkpoint import CheckpointError, Checkpoints
+from resilin.training.job import Job
+from resilin.training.memory import MemoryCopies, Place
+from resilin.training.protection import Protection, from_environment, memory_directory
+from resilin.training.registry import add_up
+from resilin.training.snapshot import Json, Snapshot, Version, shares
+
+logger = logging.getLogger("resilin")
+
+MEMORY_BUDGET = 0.05
+"""Part of the training time that memory copies may take when their interval is `auto`."""
+
+
+def start(job: Job) -> Recovery:
+    """Starts the job, once: restores the newest state there is."""
+    if job.recovery is None:
+        log_to_stderr()
+        job.recovery = Recovery(job, job.protection or from_environment())
+        job.recovery.start()
+    assert isinstance(job.recovery, Recovery)
+    return job.recovery
+
+
+def begin_step(job: Job) -> None:
+    """Called before each step of training: the last one is over, and the next may begin."""
+    start(job).between_steps()
+    job.engine.begin_step()
+
+
+def end_step(job: Job) -> None:
+    """Called behind the last step of an epoch."""
+    start(job).between_steps()
+
+
+class Recovery:
+    """What keeps and restores the state of one job."""
+
+    def __init__(self, job: Job, protection: Protection) -> None:
+        self._job = job
+        self._engine = job.engine
+        self._protection = protection
+        self._checkpoints: Checkpoints | None = None
+        if protection.checkpoint_dir is not None:
+            self._checkpoints = Checkpoints(
+                protection.checkpoint_dir, keep=protection.keep, keep_every=protection.keep_every
+            )
+        directory = memory_directory(self._engine, protection)
+        self._memory = None if directory is None else MemoryCopies(directory)
+        self._memory_lock = threading.Lock()
+        every = protection.memory_every
+        self._interval = 1 if every == "auto" else (every or 0)
+        self.resumed: Version | None = None
+        """The state that the job went on from; None if it began anew."""
+        self._seen: Version | None = None
+        self._kept: Version | None = None
+        self._saved: Version | None = None
+        self._save_step = 0
+        self._save_time = time.monotonic()
+        self._keep_seconds = 0.0
+        self._boundary_time = time.monotonic()
+        self._step_seconds = math.inf
+        self._forgot = False
+        self._watch: Watch | None = None
+        self._storage_group: dist.ProcessGroup | None = None
+        self._finished = False
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to keep state in."""
+        return self._memory is not None or self._checkpoints is not None
+
+    # The start -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Restores the newest state that any replica can find."""
+        if not self.active:
+            return
+        began = time.monotonic()
+        engine = self._engine
+        # Made here, in the same order on all replicas; a thread must not be the first to ask.
+        self._storage_group = engine.group("storage")
+        snapshot, source = self._find()
+        if snapshot is not None:
+            self._job.registry.restore(snapshot, first_replica=engine.replica == 0)
+            self.resumed = snapshot.version
+            engine.generation = snapshot.version.generation + 1
+        self._seen = self._version()
+        self._save_step, self._save_time = self._seen.step, time.monotonic()
+        if snapshot is not None and source == "checkpoint":
+            self._saved = snapshot.version
+        self._keep()
+        self._listen()
+        if engine.replica == 0:
+            replicas = f"{engine.num_replicas} replica{'s' * (engine.num_replicas > 1)}"
+            if snapshot is None:
+                logger.info("%s begin at step 0", replicas)
+            else:
+                logger.info(
+                    "%s go on from %s (%s), restored in %.2f s",
+                    replicas,
+                    snapshot.version,
+                    source,
+                    time.monotonic() - began,
+                )
+        self._boundary_time = time.monotonic()
+
+    def _find(self) -> tuple[Snapshot | None, str]:
+        """The newest state, the same on all replicas, and where it was."""
+        engine = self._engine
+        here = [] if self._memory is None else self._memory.versions()
+        commits = []
+        if self._checkpoints is not None and engine.replica == 0:
+            commits = [commit.version for commit in self._checkpoints.commits()]
+        everyone = engine.gather((here, commits[:1]))
+        in_memory = {version for versions, _ in everyone for version in versions}
+        on_disk = [version for _, versions in everyone for version in versions]
+        newer = [v for v in sorted(in_memory, reverse=True) if not on_disk or v >= on_disk[0]]
+        # A replica that died within a step leaves the others one ahead of it. The state is theirs,
+        # but what it had added to sums is complete only where it ended a step itself.
+        for exact in (True, False):
+            for version in newer:
+                snapshot = self._from_memory(version, exact=exact)
+                if snapshot is not None:
+                    return snapshot, "memory"
+        if self._checkpoints is None:
+            return None, ""
+        snapshot = self._checkpoints.newest(engine.group("control"))
+        return snapshot, "checkpoint"
+
+    def _from_memory(self, version: Version, *, exact: bool) -> Snapshot | None:
+        """A state that at least one replica should have in memory.
+
+        Args:
+            version: Which state.
+            exact: Whether to refuse it if sums of some replica are missing.
+
+        Returns:
+            The state; None if it has gone, or is refused.
+        """
+        engine = self._engine
+        mine: Snapshot | None = None
+        if self._memory is not None:
+            try:
+                mine = self._memory.read(version)
+            except LookupError as error:
+                logger.debug("%s", error)
+        sums = {} if self._memory is None else self._memory.sums(version)
+        table = None if mine is None else {n: (t.dtype, t.shape) for n, t in mine.tensors.items()}
+        reports = engine.gather((mine is not None, sums))
+        holders = [replica for replica, (has, _) in enumerate(reports) if has]
+        parts = {replica: part for _, found in reports for replica, part in found.items()}
+        if not holders or (exact and not self._all_sums(mine, parts, holders[0])):
+            return None
+        if len(holders) < len(reports):
+            tree, table = engine.broadcast(
+                (None if mine is None else mine.tree, table), source=holders[0]
+            )
+            if mine is None:
+                empty = {n: torch.empty(shape, dtype=dtype) for n, (dtype, shape) in table.items()}
+                mine = Snapshot(version, tree, empty)
+            dealt = shares(mine.tensors, len(holders))
+            owners = {n: holders[i] for i, names in enumerate(dealt) for n in names}
+            engine.hand_out(mine.tensors, owners)
+        assert mine is not None
+        if not exact and engine.replica == 0:
+            logger.warning(
+                "Accumulators go on without what was added on hosts that are gone, since the last "
+                "checkpoint"
+            )
+        ordered = [parts[replica] for replica in sorted(parts)]
+        return Snapshot(version, {**mine.tree, **add_up(ordered)}, mine.tensors)
+
+    def _all_sums(
+        self, mine: Snapshot | None, parts: Mapping[int, Mapping[str, Json]], holder: int
+    ) -> bool:
+        """Whether there are sums of all replicas, or none at all."""
+        replicas = 0 if mine is None else mine.tree["job"]["replicas"]
+        replicas = self._engine.broadcast(replicas, source=holder)
+        return len(parts) == replicas or not any(parts.values())
+
+    def _listen(self) -> None:
+        engine = self._engine
+        engine.stop.listen()
+        if not isinstance(engine, Torchrun) or not engine.restarts:
+            return
+        me = (engine.host, Peer(os.getpid(), process_start(os.getpid())))
+        everyone = engine.gather(me)
+        peers = [peer for host, peer in everyone if host == engine.host and peer != me[1]]
+        self._watch = Watch(engine, peers, self._abandon)
+
+    # Between steps -------------------------------------------------------------------------
+
+    def votes(self, ahead: int = 1) -> tuple[float, ...]:
+        """Stop, save, and what memory copies cost: what this replica says in a ballot.
+
+        Args:
+            ahead: Steps that will be committed between this and when the votes are counted.
+        """
+        if not self.active:
+            return ()
+        steps = self._job.clock.steps + ahead
+        stop, save = float(self._engine.stop.asked), float(self._save_is_due(steps))
+        seconds = self._step_seconds if math.isfinite(self._step_seconds) else 0.0
+        return stop, save, self._keep_seconds, seconds
+
+    def _save_is_due(self, steps: int) -> bool:
+        """Asked of replica 0 alone: others have other clocks."""
+        if self._checkpoints is None or self._engine.replica or self._checkpoints.saving:
+            return False
+        every = self._protection.checkpoint_every
+        if isinstance(every, timedelta):
+            return time.monotonic() - self._save_time >= every.total_seconds()
+        return every is not None and steps - self._save_step >= every
+
+    def between_steps(self) -> None:
+        """Keeps, saves or stops, as the replicas have agreed in the ballot of the last step."""
+        version = self._version()
+        if not self.active or version == self._seen:
+            return
+        assert self._job.model is not None
+        self._settle(version, self._job.model.votes())
+
+    def between_epochs(self) -> None:
+        """The same between two epochs, where there was no ballot: the replicas ask each other."""
+        if not self.active:
+            return
+        everyone = self._engine.gather(self.votes(ahead=0))
+        self._settle(self._version(), tuple(map(sum, zip(*everyone, strict=True))))
+
+    def _version(self) -> Version:
+        return Version(self._engine.generation, self._job.clock.steps, self._job.epoch)
+
+    def _settle(self, version: Version, votes: tuple[float, ...]) -> None:
+        self._seen = version
+        now = time.monotonic()
+        self._step_seconds = now - self._boundary_time
+        stop, save, keep_seconds, step_seconds = votes or (0.0, 0.0, 0.0, 0.0)
+        if not self._engine.all_committed():
+            return
+        self._job.registry.warn_of_unclaimed()
+        if self._protection.memory_every == "auto" and step_seconds > 0:
+            wanted = keep_seconds / step_seconds / MEMORY_BUDGET
+            self._interval = max(1, math.ceil(wanted))
+        if stop or (self._interval and version.step % self._interval == 0):
+            self._keep()
+        if stop:
+            self._stop()
+        if save:
+            self._begin_save()
+        self._boundary_time = time.monotonic()
+
+    def _keep(self) -> None:
+        if self._memory is None or not self._interval:
+            return
+        engine, began = self._engine, time.monotonic()
+        version = self._version()
+        if version == self._kept:
+            return
+        place = Place(engine.host, engine.local_replica, engine.num_local_replicas, engine.replica)
+        with self._memory_lock:
+            try:
+                registry = self._job.registry
+                self._memory.keep(registry.take(version), registry.take_sums(), place)
+            except OSError as error:
+                # Training goes on without; the checkpoint is still there.
+                logger.warning("no more memory copies in %s: %s", self._memory.directory, error)
+                self._memory.close()
+                self._interval = 0
+                return
+        if self._kept is not None and not self._forgot and engine.local_replica == 0:
+            # A step has been made since the first copy of this generation, so all replicas of
+            # the host have theirs, and those of earlier generations are not needed.
+            self._memory.forget(before=engine.generation)
+            self._forgot = True
+        self._kept = version
+        self._keep_seconds = time.monotonic() - began
+
+    # Checkpoints ---------------------------------------------------------------------------
+
+    def _whole_snapshot(self) -> Snapshot:
+        """The state with sums over all replicas. Collective."""
+        snapshot = self._job.registry.take(self._version())
+        parts = self._engine.gather(self._job.registry.take_sums())
+        snapshot.tree.update(add_up(parts))
+        return snapshot
+
+    def _end_save(self) -> None:
+        """Waits for the save in flight, and says if it has failed."""
+        assert self._checkpoints is not None
+        try:
+            self._checkpoints.wait()
+        except CheckpointError as error:
+            logger.error("a checkpoint failed; training goes on: %s", error)
+            self._saved = None
+
+    def _begin_save(self) -> None:
+        assert self._checkpoints is not None
+        self._end_save()
+        snapshot = self._whole_snapshot()
+        self._checkpoints.begin_save(snapshot, self._storage_group)
+        self._saved = snapshot.version
+        self._save_step, self._save_time = snapshot.version.step, time.monotonic()
+
+    def _save_now(self) -> None:
+        if self._checkpoints is None:
+            return
+        self._end_save()
+        if self._saved == self._version():
+            return
+        try:
+            commit = self._checkpoints.save(self._whole_snapshot(), self._storage_group)
+        except CheckpointError as error:
+            logger.error("the last checkpoint failed: %s", error)
+            return
+        self._saved = self._version()
+        if self._engine.replica == 0:
+            logger.info("saved %s in %s", commit.version, commit.path)
+
+    # The end -------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """All replicas are at the same step, and end there."""
+        reason = self._engine.stop.reason or "another replica was asked to stop"
+        self._close_watch()
+        self._save_now()
+        if self._engine.replica == 0:
+            logger.info("stopped at %s (%s)", self._version(), reason)
+        self._engine.leave(asked=self._engine.stop.asked)
+
+    def _abandon(self, reason: str, late: bool) -> None:
+        """Ends this process from the watching thread: its main thread is stuck, or unsupervised."""
+        # Whoever copies into memory right now completes it first.
+        self._memory_lock.acquire(timeout=10)
+        logger.warning("replica %d ends: %s", self._engine.replica, reason)
+        if late and self._engine.replica == 0:
+            self._save_memory()
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(self._engine.stop.exit_code if self._engine.stop.asked else RESTART)
+
+    def _save_memory(self) -> None:
+        """Makes the newest memory copy a checkpoint, without any other replica."""
+        directory = self._protection.checkpoint_dir
+        if directory is None or self._memory is None:
+            return
+        newest = self._memory.versions()[:1]
+        if not newest or (self._saved is not None and newest[0] <= self._saved):
+            return
+        snapshot = self._memory.read(newest[0])
+        snapshot.tree.update(add_up(list(self._memory.sums(newest[0]).values())))
+        commit = Checkpoints(directory, keep=self._protection.keep).save(snapshot)
+        logger.warning("saved %s in %s from memory", commit.version, commit.path)
+
+    def finish(self) -> None:
+        """The job is done: its last state is saved, and memory is given back when it exits."""
+        if self._finished or not self.active:
+            return
+        self._finished = True
+        self._save_now()
+        self.close()
+        if self._memory is not None:
+            atexit.register(_forget, self._memory)
+
+    def close(self) -> None:
+        """Gives signals their handlers back and ends the watch. Copies in memory stay."""
+        self._close_watch()
+        self._engine.stop.close()
+        if self._memory is not None:
+            self._memory.close()
+
+    def _close_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+
+def _forget(memory: MemoryCopies) -> None:
+    # A script that fails behind its training is started again, and needs what is there.
+    if getattr(sys, "last_value", None) is None:
+        memory.forget()

@@ -1,0 +1,181 @@
+"""A snapshot: the whole state of a job between two steps, as JSON and tensors and nothing else.
+
+Whatever `state_dict()` returns is taken apart into tensors, by name, and a tree that JSON can hold.
+Nothing in it can execute code when it is read, neither from memory nor from a checkpoint. Both the
+memory copy and the checkpoint are places for snapshots; this module knows neither.
+"""
+
+from __future__ import annotations
+
+import base64
+import heapq
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Json = Any
+"""What `json.dumps` takes: None, bool, int, float, str, and lists and dicts of them."""
+
+_KIND = "$"
+"""The one key of a JSON object that stands for something JSON has no form for."""
+_MAPPINGS: dict[str, type[Any]] = {"ordered": OrderedDict, "counter": Counter}
+_SEQUENCES: dict[str, type[Any]] = {"tuple": tuple, "set": set, "deque": deque, "size": torch.Size}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Version:
+    """Which state of the job it is; the later one of two is the one to go on from."""
+
+    generation: int
+    """The generation that reached it. A later one goes on from what the earlier ones left."""
+    step: int
+    """Optimizer steps committed."""
+    epoch: int = 0
+    """Epochs of the user's loop that are done: what happens between two epochs makes no step."""
+
+    def __str__(self) -> str:
+        return f"step {self.step} of generation {self.generation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a job."""
+
+    version: Version
+    """Which state it is."""
+    tree: dict[str, Json]
+    """Per registered name, its state with tensors replaced by their names."""
+    tensors: dict[str, Tensor] = field(repr=False)
+    """All tensors, by a name that begins with that of their owner."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def state(self, name: str) -> Any:
+        """The state of one registered name, as its `state_dict()` gave it."""
+        return join(self.tree[name], self.tensors)
+
+
+def split(name: str, state: Any) -> tuple[Json, dict[str, Tensor]]:
+    """Takes a state apart.
+
+    Args:
+        name: Whose state it is; the names of its tensors begin with it.
+        state: Numbers, strings, bytes, None, tensors, numpy arrays and numbers, and lists, tuples,
+            sets, deques and dicts of them.
+
+    Returns:
+        The tree, and the tensors by name. Tensors are those of the state and not copies.
+
+    Raises:
+        ValueError: Something else is in it; the message says what, and where.
+    """
+    tensors: dict[str, Tensor] = {}
+    return _split(name, state, tensors), tensors
+
+
+def _split(path: str, value: Any, tensors: dict[str, Tensor]) -> Json:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_KIND: "float", "of": repr(float(value))}
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach()
+        return {_KIND: "tensor", "of": path}
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        tensors[path] = torch.from_numpy(np.ascontiguousarray(value))
+        return {_KIND: "array", "of": path}
+    if isinstance(value, bytes):
+        return {_KIND: "bytes", "of": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype):
+        return {_KIND: "dtype", "of": str(value).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        return _split_mapping(path, value, tensors)
+    if isinstance(value, list | tuple | set | deque):
+        items = [_split(f"{path}.{i}", item, tensors) for i, item in enumerate(value)]
+        if isinstance(value, list):
+            return items
+        kind = next(name for name, cls in _SEQUENCES.items() if isinstance(value, cls))
+        if isinstance(value, torch.Size):
+            kind = "size"
+        return {_KIND: kind, "of": items}
+    raise ValueError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: "
+        "a state is made of numbers, strings, tensors and containers of them, because reading it "
+        "back must not execute anything"
+    )
+
+
+def _split_mapping(path: str, value: Mapping[Any, Any], tensors: dict[str, Tensor]) -> Json:
+    if type(value) is dict and _KIND not in value and all(type(key) is str for key in value):
+        return {key: _split(f"{path}.{key}", item, tensors) for key, item in value.items()}
+    pairs = []
+    for key, item in value.items():
+        if not isinstance(key, str | int | float | bool | tuple | None):
+            raise ValueError(
+                f"{path} has the key {key!r} of type {type(key).__qualname__}; keys must be "
+                "strings, numbers, or tuples of them"
+            )
+        pairs.append([_split(path, key, tensors), _split(f"{path}.{key}", item, tensors)])
+    kind = next((name for name, cls in _MAPPINGS.items() if isinstance(value, cls)), "dict")
+    return {_KIND: kind, "of": pairs}
+
+
+def join(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
+    """Puts a state together again.
+
+    Raises:
+        ValueError: The tree is not one that `split` made, or a tensor is missing.
+    """
+    if isinstance(tree, list):
+        return [join(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if _KIND not in tree:
+        return {key: join(item, tensors) for key, item in tree.items()}
+    kind, of = tree[_KIND], tree.get("of")
+    if kind in ("tensor", "array"):
+        if of not in tensors:
+            raise ValueError(f"the tensor {of!r} is missing from the snapshot")
+        tensor = tensors[str(of)]
+        return tensor if kind == "tensor" else tensor.numpy().copy()
+    if kind == "float":
+        return float(of)  # type: ignore[arg-type]
+    if kind == "bytes":
+        return base64.b64decode(of)  # type: ignore[arg-type]
+    if kind == "dtype":
+        dtype = getattr(torch, str(of), None)
+        if isinstance(dtype, torch.dtype):
+            return dtype
+    elif kind in _SEQUENCES:
+        return _SEQUENCES[kind](join(item, tensors) for item in of or ())
+    elif kind == "dict" or kind in _MAPPINGS:
+        pairs = {join(key, tensors): join(item, tensors) for key, item in of or ()}
+        return _MAPPINGS.get(kind, dict)(pairs)
+    raise ValueError(f"a snapshot cannot hold a {kind!r} of {of!r}")
+
+
+def shares(tensors: Mapping[str, Tensor], num: int) -> list[list[str]]:
+    """Deals tensors out to `num` owners, by size; every replica computes the same.
+
+    The largest goes first, to whoever has the least so far.
+    """
+    dealt: list[list[str]] = [[] for _ in range(num)]
+    loads = [(0, owner) for owner in range(num)]
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        load, owner = loads[0]
+        heapq.heapreplace(loads, (load + tensors[name].nbytes, owner))
+        dealt[owner].append(name)
+    return dealt

@@ -1,0 +1,92 @@
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from resilin.cli import memory
+from resilin.cli.memory import MemoryDirectory, abandoned, default_parent
+from resilin.engine import environment
+
+
+@pytest.fixture
+def shared_memory(tmp_path, monkeypatch):
+    """Another place for /dev/shm."""
+    monkeypatch.setattr(memory, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(memory.tempfile, "gettempdir", lambda: str(tmp_path))
+    return tmp_path
+
+
+def test_it_is_for_this_user_alone_and_goes_with_the_job(shared_memory):
+    parent = default_parent()
+    assert parent == shared_memory / f"resilin-{os.getuid()}"
+    one, other = MemoryDirectory(parent, "one"), MemoryDirectory(parent, "other")
+    assert one.path == parent / "one"
+    for path in (parent, one.path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    (one.path / "state").write_bytes(b"x")
+    assert one.release(remove=True)
+    assert other.path.is_dir()
+    assert other.release(remove=True)
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_a_parent_that_the_user_chose_is_left_alone(tmp_path):
+    assert MemoryDirectory(tmp_path / "mine", "job").release(remove=True)
+    assert list(tmp_path.iterdir()) == [tmp_path / "mine"]
+
+
+def test_a_link_that_somebody_put_in_our_place_is_refused(tmp_path, shared_memory):
+    (tmp_path / "elsewhere").mkdir()
+    default_parent().symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="must be a directory of user"):
+        MemoryDirectory(default_parent(), "job")
+
+
+def test_the_last_agent_of_a_job_removes_it(tmp_path):
+    first, second = MemoryDirectory(tmp_path, "job"), MemoryDirectory(tmp_path, "job")
+    assert not first.release(remove=True)
+    assert second.path.is_dir()
+    assert second.release(remove=True)
+    assert not second.path.exists()
+
+
+def test_what_is_kept_is_found_again_under_the_same_id(tmp_path):
+    directory = MemoryDirectory(tmp_path, "job")
+    (directory.path / "state").write_bytes(b"x")
+    assert not directory.release(remove=False)
+    again = MemoryDirectory(tmp_path, "job")
+    assert (again.path / "state").read_bytes() == b"x"
+    again.release(remove=True)
+
+
+@pytest.mark.parametrize("run_id", ["", ".", "..", "a/b", "a b", "/"])
+def test_an_id_that_leads_elsewhere_is_refused(tmp_path, run_id):
+    with pytest.raises(ValueError, match="run id"):
+        MemoryDirectory(tmp_path, run_id)
+
+
+def test_a_directory_is_abandoned_when_agent_and_workers_are_gone(tmp_path):
+    assert abandoned(tmp_path / "nowhere") == []
+    held = MemoryDirectory(tmp_path, "held")
+    (tmp_path / "dead").mkdir()
+    used = tmp_path / "used"
+    used.mkdir()
+    env = {**os.environ, environment.MEMORY_DIR: str(used)}
+    worker = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True); input()"],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        worker.stdout.readline()
+        expected = ["dead"] if Path("/proc/self/environ").exists() else ["dead", "used"]
+        assert [path.name for path in abandoned(tmp_path)] == expected
+    finally:
+        worker.kill()
+        worker.communicate(timeout=10)
+    held.release(remove=False)
+    assert [path.name for path in abandoned(tmp_path)] == ["dead", "held", "used"]

@@ -1,0 +1,101 @@
+import os
+
+import pytest
+import torch.distributed.run as torchrun
+
+from resilin.cli import options, run
+
+
+def parsed(*arguments):
+    args = options.parser().parse_args([*map(str, arguments), "script.py", "--nnodes", "9"])
+    options.complete(args)
+    return args
+
+
+@pytest.fixture(autouse=True)
+def no_torchrun_environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+
+
+def test_without_an_endpoint_the_job_is_on_this_machine_alone():
+    args = parsed()
+    assert (args.nnodes, args.rdzv_backend, args.rdzv_endpoint) == (
+        "1:1",
+        "c10d",
+        "localhost:0",
+    )
+    assert args.training_script_args == ["--nnodes", "9"]
+    assert args.rdzv_id != parsed("--standalone").rdzv_id
+
+
+def test_the_id_of_a_job_is_the_same_on_all_its_machines():
+    several = ["--nnodes=1:4", "--rdzv-endpoint=gpu-1:29500"]
+    assert parsed(*several).rdzv_id == parsed(*several).rdzv_id == "gpu-1-29500"
+    assert parsed(*several, "--rdzv-id=7").rdzv_id == "7"
+
+
+def test_all_options_of_torchrun_are_taken():
+    args = parsed("--nproc_per_node=3", "--role=trainer", "--rdzv-conf=last_call_timeout=9")
+    assert args.nproc_per_node == "3"
+    assert args.role == "trainer"
+    assert parsed("--nproc", "4").nproc_per_node == "4"
+
+
+def test_a_setting_of_the_rendezvous_replaces_ours_alone():
+    args = parsed("--max-restarts=1", "--nproc=1", "--rdzv-conf=last_call_timeout=9,join_timeout=7")
+    given = torchrun.config_from_args(args)[0].rdzv_configs
+    expected = {**options.RENDEZVOUS, "last_call_timeout": 9, "join_timeout": 7}
+    assert {name: int(given[name]) for name in expected} == expected
+
+
+def test_the_environment_of_torchrun_goes_before_our_defaults(monkeypatch):
+    assert parsed().max_restarts is None
+    monkeypatch.setenv("PET_MAX_RESTARTS", "3")
+    monkeypatch.setenv("PET_RDZV_BACKEND", "static")
+    args = parsed()
+    assert args.max_restarts == 3
+    assert args.rdzv_conf == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--nnodes=1:4"], r"--nnodes 1:4 needs --rdzv-endpoint HOST:PORT"),
+        (["--rdzv-endpoint=a:1"], r"--rdzv-endpoint \(a:1\) needs --nnodes"),
+        (["--standalone", "--rdzv-endpoint=a:1"], r"--standalone is .* \(a:1\)"),
+        (["--checkpoint-every=10"], r"--checkpoint-every \('10'\) must be a number with"),
+        (["--checkpoint-every=0steps"], r"--checkpoint-every \('0steps'\)"),
+    ],
+)
+def test_what_cannot_be_honoured_is_an_error(given, message):
+    with pytest.raises(ValueError, match=message):
+        parsed(*given)
+
+
+def test_an_error_is_one_line_after_a_short_usage(capsys):
+    with pytest.raises(SystemExit) as end:
+        run.main(["--nnodes=1:4", "script.py"])
+    assert end.value.code == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: resilin run [options]")
+    assert error.startswith("resilin run: error: --nnodes 1:4 needs")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "here"),
+    [
+        ("localhost:29500", True),
+        ("127.0.0.1:29500", True),
+        ("localhost:0", False),
+        ("192.0.2.1:29500", False),
+        ("no-such-host.invalid:29500", False),
+    ],
+)
+def test_whether_the_others_meet_here(endpoint, here):
+    assert run.is_here(endpoint) is here
+
+
+@pytest.mark.parametrize("every", ["500steps", "90s", "1.5h", "10min"])
+def test_intervals(every):
+    assert parsed("--checkpoint-every", every).checkpoint_every == every

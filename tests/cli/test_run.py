@@ -1,0 +1,271 @@
+"""Jobs that are really run, by the command, with scripts that need nothing of the library."""
+
+import base64
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+from resilin.cli import run
+from resilin.engine import environment
+
+TIMEOUT = 60
+WORKER = """
+import json, os, pathlib, signal, sys, time
+
+out, env = pathlib.Path(sys.argv[1]), os.environ
+rank, restarts = env["RANK"], env["TORCHELASTIC_RESTART_COUNT"]
+
+
+def tell(name, **more):
+    # Renamed, so that whoever waits for it finds all of it.
+    hidden = out / f".{name}-{os.getpid()}"
+    hidden.write_text(json.dumps({**env, **more, "argv": sys.argv[2:]}))
+    hidden.rename(out / f"{name}-{os.getpid()}")
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts the command with a script; whatever still runs at the end is killed, workers too."""
+    (tmp_path / "out").mkdir()
+    agents = []
+
+    def start(code, *options, arguments=(), **env):
+        script = tmp_path / "script.py"
+        script.write_text(WORKER + code)
+        command = [sys.executable, "-m", "resilin.cli", "run", *options]
+        agents.append(
+            subprocess.Popen(
+                [*command, script, tmp_path / "out", *arguments],
+                env={**clean_environment(), **env},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return agents[-1]
+
+    yield start
+    for agent in agents:
+        agent.kill()
+        agent.communicate(timeout=TIMEOUT)
+    for file in (tmp_path / "out").iterdir():
+        pid = int(file.name.rpartition("-")[2])
+        with contextlib.suppress(ProcessLookupError):
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+
+
+def clean_environment():
+    ours = ("RESILIN_", "PET_", "OMP_", "LOGLEVEL", "TORCH")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+
+
+def free_endpoint():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return f"localhost:{free.getsockname()[1]}"
+
+
+def told(tmp_path, name):
+    """What the workers told under this name."""
+    files = sorted((tmp_path / "out").glob(f"{name}-*"))
+    return [json.loads(file.read_text()) for file in files]
+
+
+def wait_for(tmp_path, name, number, agent):
+    deadline = time.monotonic() + TIMEOUT
+    while len(found := told(tmp_path, name)) < number:
+        assert agent.poll() is None, agent.communicate(timeout=TIMEOUT)
+        assert time.monotonic() < deadline, f"{len(found)} of {number} {name}"
+        time.sleep(0.05)
+    return found
+
+
+def ends(agent):
+    """The exit code and the lines of the command itself."""
+    _, errors = agent.communicate(timeout=TIMEOUT)
+    assert "Traceback" not in errors
+    return agent.returncode, [line for line in errors.splitlines() if line.startswith("resilin:")]
+
+
+def test_a_worker_that_dies_is_named_and_the_job_goes_on(tmp_path, job):
+    code = """
+memory = pathlib.Path(env["RESILIN_MEMORY_DIR"])
+tell(f"start{restarts}", mode=memory.stat().st_mode & 0o777)
+(memory / f"state{rank}").write_text("x")
+if restarts == "0":
+    if rank == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+"""
+    options = ["--nproc", "2", "--memory-dir", tmp_path / "memory", "--rdzv-id", "job7"]
+    options += ["--checkpoint-dir", "s3://bucket/job", "--checkpoint-every", "10min"]
+    agent = job(code, *options, arguments=["--lr", "0.1"])
+    status, lines = ends(agent)
+    assert status == 0, lines
+    worker = next(
+        file for file in (tmp_path / "out").glob("start0-*") if '"RANK": "1"' in file.read_text()
+    )
+    dead = worker.name.rpartition("-")[2]
+    said = [line.removeprefix("resilin: ") for line in lines]
+    assert said[0].endswith("starts 2 workers in job job7")
+    assert said[1] == "generation 1: 2 replicas on 1 agent, rank 0-1 here"
+    assert said[2].startswith(f"rank 1 (process {dead}) was killed by SIGKILL after ")
+    assert said[3:] == [
+        f"restarting the workers (restart 1 of {run.MAX_RESTARTS})",
+        "generation 2: 2 replicas on 1 agent, rank 0-1 here",
+        "finished after 1 restart",
+    ]
+    starts = told(tmp_path, "start1")
+    assert [start["WORLD_SIZE"] for start in starts] == ["2", "2"]
+    for start in starts:
+        assert start["argv"] == ["--lr", "0.1"]
+        assert start["mode"] == 0o700
+        assert start[environment.MEMORY_DIR] == str(tmp_path / "memory" / "job7")
+        assert start[environment.CHECKPOINT_DIR] == "s3://bucket/job"
+        assert start[environment.CHECKPOINT_EVERY] == "10min"
+        assert start[environment.LOG] == "INFO"
+        assert start["OMP_NUM_THREADS"] == "1"
+        assert start[run.OWN_STORE] == "1"
+    assert list((tmp_path / "memory").iterdir()) == []
+
+
+def test_a_job_that_fails_keeps_its_state_in_memory_and_says_where(tmp_path, job):
+    code = """
+memory = pathlib.Path(env["RESILIN_MEMORY_DIR"])
+(memory / "state").write_text(restarts)
+tell("start")
+sys.exit(3)
+"""
+    options = ["--max-restarts", "1", "--memory-dir", tmp_path / "memory", "--rdzv-id", "job7"]
+    status, lines = ends(job(code, *options, RESILIN_LOG="WARNING"))
+    assert status == 1
+    assert sum("exited with code 3" in line for line in lines) == 2
+    assert lines[-2] == "resilin: gave up after 1 restart (--max-restarts 1)"
+    assert f"stays in {tmp_path}/memory/job7: start again with --rdzv-id job7" in lines[-1]
+    assert (tmp_path / "memory" / "job7" / "state").read_text() == "1"
+    assert [start[environment.LOG] for start in told(tmp_path, "start")] == ["WARNING"] * 2
+
+
+def test_a_script_that_fails_at_once_is_not_restarted_for_ever(tmp_path, job):
+    status, lines = ends(
+        job("tell('start'); sys.exit(1)", RESILIN_MEMORY_DIR=str(tmp_path / "own"))
+    )
+    assert status == 1
+    assert len(told(tmp_path, "start")) == 5
+    assert lines[-1].startswith("resilin: gave up: 5 times in a row, workers failed within 30 s")
+    # What the user manages is neither made nor removed.
+    assert told(tmp_path, "start")[0][environment.MEMORY_DIR] == str(tmp_path / "own")
+    assert not (tmp_path / "own").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_reaches_the_workers_before_the_job_ends(tmp_path, job, number):
+    code = """
+def save(number, frame):
+    time.sleep(0.5)
+    tell("saved", number=number)
+    sys.exit(0)
+
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, save)
+(pathlib.Path(env["RESILIN_MEMORY_DIR"]) / "state").write_text("x")
+tell("start")
+time.sleep(60)
+"""
+    options = ["--nproc=2", "--memory-dir", tmp_path / "memory", "--checkpoint-dir", tmp_path]
+    agent = job(code, *options)
+    wait_for(tmp_path, "start", 2, agent)
+    agent.send_signal(number)
+    status, lines = ends(agent)
+    assert status == 128 + number
+    assert lines[-1] == f"resilin: stopped by {number.name}"
+    assert [saved["number"] for saved in told(tmp_path, "saved")] == [number] * 2
+    assert list((tmp_path / "memory").iterdir()) == []
+
+
+def test_a_signal_while_others_are_waited_for_ends_the_command(tmp_path, job):
+    options = [
+        "--nnodes=2",
+        "--rdzv-endpoint",
+        free_endpoint(),
+        "--memory-dir",
+        tmp_path / "memory",
+    ]
+    agent = job("", *options)
+    deadline = time.monotonic() + TIMEOUT
+    while not any((tmp_path / "memory").glob("*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    agent.terminate()
+    status, lines = ends(agent)
+    assert status == 143
+    assert lines[-1] == "resilin: stopped by SIGTERM"
+    assert list((tmp_path / "memory").iterdir()) == []
+
+
+def test_a_machine_that_joins_later_makes_the_job_larger(tmp_path, job):
+    code = """
+tell(f"start{env['WORLD_SIZE']}")
+if env["WORLD_SIZE"] == "1":
+    time.sleep(60)
+"""
+    endpoint = free_endpoint()
+    options = ["--nnodes=1:2", "--rdzv-endpoint", endpoint, "--memory-dir", tmp_path / "memory"]
+    first = job(code, *options)
+    wait_for(tmp_path, "start1", 1, first)
+    second = job(code, *options)
+    (status, lines), (other_status, other_lines) = ends(first), ends(second)
+    assert (status, other_status) == (0, 0), (lines, other_lines)
+    said = [line.removeprefix("resilin: ") for line in lines]
+    host = socket.gethostname()
+    assert said[1] == "generation 1: 1 replica on 1 agent, rank 0 here"
+    assert said[2:4] == [
+        "another agent waits to join: restarting the workers",
+        f"{host} joined",
+    ]
+    assert said[4].startswith("generation 2: 2 replicas on 2 agents, rank ")
+    assert said[5:] == ["finished"]
+    # The one that came later counts generations as the others do.
+    assert other_lines[1].startswith("resilin: generation 2: 2 replicas on 2 agents, rank ")
+    starts = told(tmp_path, "start2")
+    assert sorted(start["RANK"] for start in starts) == ["0", "1"]
+    # They are one job on one machine, and the last of them tidies up.
+    run_id = endpoint.replace(":", "-")
+    assert {start["RESILIN_MEMORY_DIR"] for start in starts} == {f"{tmp_path}/memory/{run_id}"}
+    assert list((tmp_path / "memory").iterdir()) == []
+
+
+def test_a_spare_machine_ends_well_when_the_job_is_over(tmp_path, job):
+    code = """
+tell("start")
+while not (out / "go-0").exists():
+    time.sleep(0.05)
+"""
+    endpoint = free_endpoint()
+    options = ["--nnodes=1", "--rdzv-endpoint", endpoint, "--rdzv-id=job7", "--memory-dir=off"]
+    first = job(code, *options)
+    (start,) = wait_for(tmp_path, "start", 1, first)
+    assert start[environment.MEMORY_DIR] == "off"
+    spare = job(code, *options)
+    host, _, port = endpoint.partition(":")
+    store = dist.TCPStore(host, int(port), is_master=False)
+    deadline = time.monotonic() + TIMEOUT
+    while not pickle.loads(base64.b64decode(store.get("torch.rendezvous.job7"))).redundancy_list:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (tmp_path / "out" / "go-0").touch()
+    assert ends(first)[0] == 0
+    status, lines = ends(spare)
+    assert (status, lines[-1]) == (0, "resilin: the job ended without need of this machine")
+    assert len(told(tmp_path, "start")) == 1
