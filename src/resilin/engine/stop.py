@@ -128,6 +128,10 @@ class StopRequest:
     def close(self) -> None:
         """Gives signals their former handlers back and ends the pollers."""
         self._closed.set()
+        self.release()
+
+    def release(self) -> None:
+        """Gives signals their former handlers back."""
         if self._wakeup is not None:
             signal.set_wakeup_fd(-1)
             for end in self._wakeup:

@@ -38,9 +38,10 @@ def checkpoint_to(
             None saves only when the job is asked to stop, or done.
         keep: How many of the newest ones stay.
         keep_every: Also keep those of every so many steps.
-        memory_every: Steps between two copies in memory. `auto` chooses so that they take at most
-            5% of the time, which is every step unless the model is large for its batch; a lost
-            worker costs at most this many steps. None makes none.
+        memory_every: Steps between two copies in memory; a lost worker costs at most that many.
+            `auto` chooses so that copies take at most 5% of the time: every step for steps that
+            take 20 times as long as a copy, else fewer, so that what a lost worker costs is at
+            most the time of 20 copies. None makes none.
 
     Raises:
         ValueError: A setting is out of range, or the job has started.

@@ -153,6 +153,11 @@ class MemoryCopies:
         assert tree is not None, "share 0 has the tree"
         return Snapshot(version, tree, tensors)
 
+    def num_replicas(self, version: Version) -> int:
+        """How many replicas the job had when they wrote a state that is here completely."""
+        files = self._complete()[version]
+        return int(next(f.meta["tree"]["job"]["replicas"] for f in files if "tree" in f.meta))
+
     def sums(self, version: Version) -> dict[int, Mapping[str, Json]]:
         """What replicas of this host have added to sums by this version, by replica."""
         parts = (f.meta["sums"] for f in self._files() if f.version == version and "sums" in f.meta)

@@ -15,10 +15,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from resilin.engine.environment import log_to_stderr
@@ -30,7 +28,8 @@ from resilin.training.job import Job
 from resilin.training.memory import MemoryCopies, Place
 from resilin.training.protection import Protection, from_environment, memory_directory
 from resilin.training.registry import add_up
-from resilin.training.snapshot import Json, Snapshot, Version, shares
+from resilin.training.restore import newest_state
+from resilin.training.snapshot import Snapshot, Version
 
 logger = logging.getLogger("resilin")
 
@@ -45,6 +44,7 @@ def start(job: Job) -> Recovery:
         job.recovery = Recovery(job, job.protection or from_environment())
         job.recovery.start()
     assert isinstance(job.recovery, Recovery)
+    job.recovery.listen()
     return job.recovery
 
 
@@ -89,24 +89,26 @@ class Recovery:
         self._forgot = False
         self._watch: Watch | None = None
         self._storage_group: dist.ProcessGroup | None = None
-        self._finished = False
+        self._listening = False
+        self._finish_registered = False
+        self.active = self._memory is not None or self._checkpoints is not None
+        """Whether any replica has anything to keep state in."""
 
-    @property
-    def active(self) -> bool:
-        """Whether there is anything to keep state in."""
-        return self._memory is not None or self._checkpoints is not None
 
     # The start -----------------------------------------------------------------------------
 
     def start(self) -> None:
         """Restores the newest state that any replica can find."""
+        engine = self._engine
+        if engine.restarts:
+            # One host may keep no copies; it takes part all the same.
+            self.active = any(engine.gather(self.active))
         if not self.active:
             return
         began = time.monotonic()
-        engine = self._engine
         # Made here, in the same order on all replicas; a thread must not be the first to ask.
         self._storage_group = engine.group("storage")
-        snapshot, source = self._find()
+        snapshot, source = newest_state(engine, self._memory, self._checkpoints)
         if snapshot is not None:
             self._job.registry.restore(snapshot, first_replica=engine.replica == 0)
             self.resumed = snapshot.version
@@ -116,7 +118,7 @@ class Recovery:
         if snapshot is not None and source == "checkpoint":
             self._saved = snapshot.version
         self._keep()
-        self._listen()
+        self.listen()
         if engine.replica == 0:
             replicas = f"{engine.num_replicas} replica{'s' * (engine.num_replicas > 1)}"
             if snapshot is None:
@@ -131,82 +133,12 @@ class Recovery:
                 )
         self._boundary_time = time.monotonic()
 
-    def _find(self) -> tuple[Snapshot | None, str]:
-        """The newest state, the same on all replicas, and where it was."""
+    def listen(self) -> None:
+        """Takes signals as requests to stop, and watches over this replica. Collective."""
         engine = self._engine
-        here = [] if self._memory is None else self._memory.versions()
-        commits = []
-        if self._checkpoints is not None and engine.replica == 0:
-            commits = [commit.version for commit in self._checkpoints.commits()]
-        everyone = engine.gather((here, commits[:1]))
-        in_memory = {version for versions, _ in everyone for version in versions}
-        on_disk = [version for _, versions in everyone for version in versions]
-        newer = [v for v in sorted(in_memory, reverse=True) if not on_disk or v >= on_disk[0]]
-        # A replica that died within a step leaves the others one ahead of it. The state is theirs,
-        # but what it had added to sums is complete only where it ended a step itself.
-        for exact in (True, False):
-            for version in newer:
-                snapshot = self._from_memory(version, exact=exact)
-                if snapshot is not None:
-                    return snapshot, "memory"
-        if self._checkpoints is None:
-            return None, ""
-        snapshot = self._checkpoints.newest(engine.group("control"))
-        return snapshot, "checkpoint"
-
-    def _from_memory(self, version: Version, *, exact: bool) -> Snapshot | None:
-        """A state that at least one replica should have in memory.
-
-        Args:
-            version: Which state.
-            exact: Whether to refuse it if sums of some replica are missing.
-
-        Returns:
-            The state; None if it has gone, or is refused.
-        """
-        engine = self._engine
-        mine: Snapshot | None = None
-        if self._memory is not None:
-            try:
-                mine = self._memory.read(version)
-            except LookupError as error:
-                logger.debug("%s", error)
-        sums = {} if self._memory is None else self._memory.sums(version)
-        table = None if mine is None else {n: (t.dtype, t.shape) for n, t in mine.tensors.items()}
-        reports = engine.gather((mine is not None, sums))
-        holders = [replica for replica, (has, _) in enumerate(reports) if has]
-        parts = {replica: part for _, found in reports for replica, part in found.items()}
-        if not holders or (exact and not self._all_sums(mine, parts, holders[0])):
-            return None
-        if len(holders) < len(reports):
-            tree, table = engine.broadcast(
-                (None if mine is None else mine.tree, table), source=holders[0]
-            )
-            if mine is None:
-                empty = {n: torch.empty(shape, dtype=dtype) for n, (dtype, shape) in table.items()}
-                mine = Snapshot(version, tree, empty)
-            dealt = shares(mine.tensors, len(holders))
-            owners = {n: holders[i] for i, names in enumerate(dealt) for n in names}
-            engine.hand_out(mine.tensors, owners)
-        assert mine is not None
-        if not exact and engine.replica == 0:
-            logger.warning(
-                "Accumulators go on without what was added on hosts that are gone, since the last "
-                "checkpoint"
-            )
-        ordered = [parts[replica] for replica in sorted(parts)]
-        return Snapshot(version, {**mine.tree, **add_up(ordered)}, mine.tensors)
-
-    def _all_sums(
-        self, mine: Snapshot | None, parts: Mapping[int, Mapping[str, Json]], holder: int
-    ) -> bool:
-        """Whether there are sums of all replicas, or none at all."""
-        replicas = 0 if mine is None else mine.tree["job"]["replicas"]
-        replicas = self._engine.broadcast(replicas, source=holder)
-        return len(parts) == replicas or not any(parts.values())
-
-    def _listen(self) -> None:
-        engine = self._engine
+        if not self.active or self._listening:
+            return
+        self._listening = True
         engine.stop.listen()
         if not isinstance(engine, Torchrun) or not engine.restarts:
             return
@@ -380,12 +312,14 @@ class Recovery:
 
     def finish(self) -> None:
         """The job is done: its last state is saved, and memory is given back when it exits."""
-        if self._finished or not self.active:
+        if not self.active or not self._listening:
             return
-        self._finished = True
         self._save_now()
-        self.close()
-        if self._memory is not None:
+        self._close_watch()
+        self._engine.stop.release()
+        self._listening = False
+        if self._memory is not None and not self._finish_registered:
+            self._finish_registered = True
             atexit.register(_forget, self._memory)
 
     def close(self) -> None:

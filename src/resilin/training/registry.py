@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -128,7 +129,7 @@ class Registry:
         """
         if MODEL in self._shared:
             _compare(self._shared[MODEL], snapshot)
-        self._restored = snapshot
+        self._restored = replace(snapshot, tensors=dict(snapshot.tensors))
         self._unclaimed = set(snapshot.tree)
         for name, thing in self._shared.items():
             if name in self._unclaimed:
@@ -157,10 +158,10 @@ class Registry:
 
     def _claimed(self, name: str) -> None:
         self._unclaimed.discard(name)
-        if all(left.startswith(SUMS) for left in self._unclaimed):
-            # Sums have no tensors. What else was restored is not needed any more.
-            assert self._restored is not None
-            self._restored = Snapshot(self._restored.version, self._restored.tree, {})
+        assert self._restored is not None
+        # Its tensors are not needed any more; what nobody claims must not keep them.
+        for tensor in [t for t in self._restored.tensors if t == name or t.startswith(f"{name}.")]:
+            del self._restored.tensors[tensor]
 
     def warn_of_unclaimed(self) -> None:
         """Warns once of state that was restored and that nobody has registered for."""

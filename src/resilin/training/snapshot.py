@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import heapq
+import itertools
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
@@ -92,11 +93,10 @@ def _split(path: str, value: Any, tensors: dict[str, Tensor]) -> Json:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_KIND: "float", "of": repr(float(value))}
     if isinstance(value, Tensor):
-        tensors[path] = value.detach()
-        return {_KIND: "tensor", "of": path}
+        return {_KIND: "tensor", "of": _put(tensors, path, value.detach())}
     if isinstance(value, np.ndarray) and value.dtype != object:
-        tensors[path] = torch.from_numpy(np.ascontiguousarray(value))
-        return {_KIND: "array", "of": path}
+        tensor = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+        return {_KIND: "array", "of": _put(tensors, path, tensor)}
     if isinstance(value, bytes):
         return {_KIND: "bytes", "of": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype):
@@ -116,6 +116,17 @@ def _split(path: str, value: Any, tensors: dict[str, Tensor]) -> Json:
         "a state is made of numbers, strings, tensors and containers of them, because reading it "
         "back must not execute anything"
     )
+
+
+def _put(tensors: dict[str, Tensor], path: str, tensor: Tensor) -> str:
+    """Files a tensor under its path, or beside it: keys with dots make the same path twice."""
+    name = path
+    for number in itertools.count(1):
+        if name not in tensors:
+            break
+        name = f"{path}#{number}"
+    tensors[name] = tensor
+    return name
 
 
 def _split_mapping(path: str, value: Mapping[Any, Any], tensors: dict[str, Tensor]) -> Json:
