@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from resilin.cli import memory
-from resilin.cli.memory import MemoryDirectory, abandoned, default_parent
+from resilin.cli.memory import MemoryDirectory, abandoned
 from resilin.engine import environment
+from resilin.engine.environment import memory_parent
 
 
 @pytest.fixture
 def shared_memory(tmp_path, monkeypatch):
     """Another place for /dev/shm."""
-    monkeypatch.setattr(memory, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(memory.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(environment, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(environment.tempfile, "gettempdir", lambda: str(tmp_path))
     return tmp_path
 
 
 def test_it_is_for_this_user_alone_and_goes_with_the_job(shared_memory):
-    parent = default_parent()
+    parent = memory_parent()
     assert parent == shared_memory / f"resilin-{os.getuid()}"
     one, other = MemoryDirectory(parent, "one"), MemoryDirectory(parent, "other")
     assert one.path == parent / "one"
@@ -40,9 +40,9 @@ def test_a_parent_that_the_user_chose_is_left_alone(tmp_path):
 
 def test_a_link_that_somebody_put_in_our_place_is_refused(tmp_path, shared_memory):
     (tmp_path / "elsewhere").mkdir()
-    default_parent().symlink_to(tmp_path / "elsewhere")
+    memory_parent().symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PermissionError, match="must be a directory of user"):
-        MemoryDirectory(default_parent(), "job")
+        MemoryDirectory(memory_parent(), "job")
 
 
 def test_the_last_agent_of_a_job_removes_it(tmp_path):

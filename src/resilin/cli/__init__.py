@@ -15,6 +15,7 @@ from resilin import __version__
 
 COMMANDS = {
     "run": "start this machine's part of an elastic job",
+    "store": "hold the meeting point of jobs on a machine that stays",
     "doctor": "check whether this machine can take part in one",
 }
 """The name of each command, which is its module, and what it is for."""

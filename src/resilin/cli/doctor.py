@@ -13,8 +13,8 @@ from dataclasses import asdict
 
 from resilin.cli import checks, storage
 from resilin.cli.finding import Finding, Options
-from resilin.cli.memory import default_parent
 from resilin.engine import environment
+from resilin.engine.environment import memory_parent
 
 CHECKS: dict[str, Callable[[Options], Finding]] = {
     "python": checks.python,
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON list.")
     args = parser.parse_args(arguments)
-    options = Options(checkpoint_dir=args.checkpoint_dir, memory_parent=default_parent())
+    options = Options(checkpoint_dir=args.checkpoint_dir, memory_parent=memory_parent())
     findings = {name: _run(check, options) for name, check in CHECKS.items()}
     if args.json:
         rows = [{"check": name, **asdict(finding)} for name, finding in findings.items()]

@@ -13,25 +13,10 @@ import os
 import re
 import shutil
 import stat
-import sys
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from resilin.engine import environment
-
-SHARED_MEMORY = Path("/dev/shm")
-"""Where Linux keeps files in memory."""
-
-
-def default_parent() -> Path:
-    """This user's place for the directories of jobs: in memory where the system has such a place.
-
-    Elsewhere it is on disk: slower, but it outlives a worker all the same.
-    """
-    in_memory = sys.platform == "linux" and os.access(SHARED_MEMORY, os.W_OK)
-    root = SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
-    return root / f"resilin-{os.getuid()}"
 
 
 class MemoryDirectory:
@@ -54,7 +39,7 @@ class MemoryDirectory:
             )
         parent = parent.absolute()
         self.path = parent / run_id
-        self._is_default = parent == default_parent()
+        self._is_default = parent == environment.memory_parent()
         while True:
             # An agent that ends may remove what is here at any moment before the lock is ours.
             with suppress(FileNotFoundError):

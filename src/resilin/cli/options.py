@@ -15,6 +15,8 @@ import uuid
 import torch
 import torch.distributed.run as torchrun
 
+from resilin.engine.environment import parse_every
+
 RENDEZVOUS = {"last_call_timeout": 2, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}
 """How soon a machine is taken to be gone, and how long the others wait for more: seconds, seconds
 and a number of keep-alives. Measured: the table in docs/guides/cli.md."""
@@ -28,8 +30,6 @@ STOP_SIGNALS = (
 """What stops the job here after the workers have been told; SIGUSR1 is the notice of Slurm."""
 SHUTDOWN_TIMEOUT = 30
 """Seconds that workers have to save their state before they are killed."""
-INTERVAL = r"\d+(\.\d+)?(s|min|h)|[1-9]\d*steps"
-"""The forms of `--checkpoint-every`."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,11 +86,11 @@ def complete(args: argparse.Namespace) -> None:
     Raises:
         ValueError: Options contradict each other, or one is missing.
     """
-    if args.checkpoint_every and not re.fullmatch(INTERVAL, args.checkpoint_every):
-        raise ValueError(
-            f"--checkpoint-every ({args.checkpoint_every!r}) must be a number with steps, s, min "
-            "or h, such as 500steps or 10min"
-        )
+    if args.checkpoint_every:
+        try:
+            parse_every(args.checkpoint_every)
+        except ValueError as error:
+            raise ValueError(f"--checkpoint-every: {error}") from None
     if args.standalone and args.rdzv_endpoint:
         raise ValueError(
             f"--standalone is a job on this machine alone, but --rdzv-endpoint "

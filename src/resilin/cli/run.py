@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from resilin.cli.agent import SpeakingAgent, say
-from resilin.cli.memory import MemoryDirectory, default_parent
+from resilin.cli.memory import MemoryDirectory
 from resilin.cli.options import complete, parser, stop_signals
 from resilin.engine import environment
 
@@ -126,7 +126,7 @@ def prepare(args: argparse.Namespace) -> MemoryDirectory | None:
         return None
     if args.memory_dir is None and environment.MEMORY_DIR in os.environ:
         return None
-    parent = Path(args.memory_dir) if args.memory_dir else default_parent()
+    parent = Path(args.memory_dir) if args.memory_dir else environment.memory_parent()
     memory = MemoryDirectory(parent, args.rdzv_id)
     os.environ[environment.MEMORY_DIR] = str(memory.path)
     return memory

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
 
 CHECKPOINT_DIR = "RESILIN_CHECKPOINT_DIR"
 """Where checkpoints go, unless the script says it: a path or an fsspec URL."""
@@ -13,6 +18,38 @@ MEMORY_DIR = "RESILIN_MEMORY_DIR"
 """Where this host keeps its copy of the newest state: a directory in memory. `off` keeps none."""
 LOG = "RESILIN_LOG"
 """A logging level, such as `INFO`, at which resilin writes to standard error by itself."""
+
+_SHARED_MEMORY = Path("/dev/shm")
+_UNITS = {"s": 1, "min": 60, "h": 3600}
+
+
+def memory_parent() -> Path:
+    """This user's place for the directories of jobs: in memory where the system has such a place.
+
+    Elsewhere it is on disk: slower, but it outlives a worker all the same.
+    """
+    in_memory = sys.platform == "linux" and os.access(_SHARED_MEMORY, os.W_OK)
+    root = _SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
+    return root / f"resilin-{os.getuid()}"
+
+
+def parse_every(text: str) -> int | timedelta:
+    """Reads an interval such as `500steps`, `90s`, `10min` or `1h`.
+
+    Raises:
+        ValueError: It is not one.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(steps?|s|min|h)\s*", text)
+    if match is None:
+        raise ValueError(
+            f"{text!r} must be a number of steps, s, min or h, such as 500steps or 10min"
+        )
+    number, unit = match.groups()
+    if unit.startswith("step"):
+        if not number.isdigit() or int(number) < 1:
+            raise ValueError(f"{text!r} must be a whole number of steps, at least 1")
+        return int(number)
+    return timedelta(seconds=float(number) * _UNITS[unit])
 
 
 def log_to_stderr() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tempfile
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +16,6 @@ from resilin.engine.base import Engine
 
 OFF = "off"
 """What `RESILIN_MEMORY_DIR` says when there are to be no memory copies."""
-_UNITS = {"s": 1, "min": 60, "h": 3600}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,24 +56,11 @@ def from_environment() -> Protection:
     """
     protection = Protection(checkpoint_dir=os.environ.get(environment.CHECKPOINT_DIR) or None)
     every = os.environ.get(environment.CHECKPOINT_EVERY)
-    return replace(protection, checkpoint_every=parse_every(every)) if every else protection
-
-
-def parse_every(text: str) -> int | timedelta:
-    """Reads an interval such as `500steps`, `90s`, `10min` or `1h`.
-
-    Raises:
-        ValueError: It is not one.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(steps?|s|min|h)\s*", text)
-    if match is None:
-        raise ValueError(
-            f"{text!r} must be a number of steps, s, min or h, such as 500steps or 10min"
-        )
-    number, unit = match.groups()
-    if unit.startswith("step"):
-        return _validate.whole("the number of steps", float(number).__trunc__(), at_least=1)
-    return timedelta(seconds=float(number) * _UNITS[unit])
+    return (
+        replace(protection, checkpoint_every=environment.parse_every(every))
+        if every
+        else protection
+    )
 
 
 def memory_directory(engine: Engine, protection: Protection) -> Path | None:
@@ -93,8 +78,7 @@ def memory_directory(engine: Engine, protection: Protection) -> Path | None:
         return Path(named)
     if engine.memory_name is None:
         return None
-    root = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
     name = re.sub(r"[^A-Za-z0-9._-]", "_", engine.memory_name)
     if name != engine.memory_name:
         name += "-" + hashlib.sha256(engine.memory_name.encode()).hexdigest()[:8]
-    return root / f"resilin-{os.getuid()}" / name
+    return environment.memory_parent() / name

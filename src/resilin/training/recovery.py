@@ -94,7 +94,6 @@ class Recovery:
         self.active = self._memory is not None or self._checkpoints is not None
         """Whether any replica has anything to keep state in."""
 
-
     # The start -----------------------------------------------------------------------------
 
     def start(self) -> None:

@@ -1,0 +1,44 @@
+"""`resilin store`: a meeting point that is not one of the machines that train.
+
+The store at the endpoint is where the agents of a job find each other; the job ends with it. Among
+machines that may go at any time, none is a good place for it. This command is torch's own store in
+a process that does nothing else, for a machine that stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Sequence
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from resilin.engine.stop import StopRequest
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Holds the store until a signal ends it.
+
+    Returns:
+        0 after SIGINT or SIGTERM; 1 if the port cannot be had.
+    """
+    parser = argparse.ArgumentParser(
+        prog="resilin store",
+        description="Holds the meeting point of jobs on a machine that stays. Give agents its "
+        "name and port as --rdzv-endpoint; jobs with different ids share it.",
+    )
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
+    parser.add_argument("--port", type=int, default=29500, help="0 for any free one")
+    args = parser.parse_args(arguments)
+    stop = StopRequest()
+    stop.listen()
+    signal.signal(signal.SIGINT, lambda *_: stop.request("SIGINT"))
+    try:
+        store = TCPStore(args.host, args.port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        print(f"resilin: no store on {args.host}:{args.port}: {str(error).splitlines()[0]}")
+        return 1
+    print(f"resilin: agents can meet at port {store.port}", flush=True)
+    while not stop.wait(1.0):
+        pass
+    return 0
