@@ -59,6 +59,13 @@ def test_the_readme_runs_on_two_replicas(tmp_path):
     assert output.count("batch 64") == 20
 
 
+def test_the_surviving_example_survives():
+    output = run("-m", "resilin.cli", "run", "--nproc", 2, "examples/survive.py", "--kill-at", 40)
+    # Sums too go on: each epoch has counted each of its samples once.
+    assert output.count("1797 samples") == 4
+    assert float(output.split()[-1]) > 0.93
+
+
 @pytest.mark.parametrize("name", ["step_5_metrics.py"])
 def test_the_tutorial_runs_on_two_replicas(name):
     torchrun(ROOT / "examples" / "tutorial" / name)

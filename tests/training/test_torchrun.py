@@ -102,10 +102,10 @@ def test_a_killed_worker_costs_no_completed_step(tmp_path, expected):
         assert began >= done - 1
         assert process.wait(timeout=60) == 0, (tmp_path / "log").read_text()
     log = (tmp_path / "log").read_text()
-    assert f"2 replicas go on from step {began} of generation 0 (memory)" in log
+    assert f"2 replicas go on from step {began} (memory)" in log
     assert_same(json.loads((tmp_path / "result-1").read_text()), expected)
     # A job that is done gives its memory back.
-    assert not (tmp_path / "memory").exists()
+    assert list((tmp_path / "memory").iterdir()) == []
 
 
 def test_an_agent_that_is_told_to_stop_saves_and_another_size_goes_on(tmp_path, expected):
@@ -143,4 +143,4 @@ def test_a_long_evaluation_does_not_cost_the_state(tmp_path):
         wait_for(lambda: (tmp_path / "evaluating-0").exists(), tmp_path)
         process.terminate()
         process.wait(timeout=20)
-    assert "saved step 7 of generation 0" in (tmp_path / "log").read_text()
+    assert "saved step 7 in" in (tmp_path / "log").read_text()

@@ -15,7 +15,6 @@ import sys
 import time
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     Worker,
@@ -67,7 +66,6 @@ class SpeakingAgent(LocalElasticAgent):
         super().__init__(spec, *args, **kwargs)
         self._farewell = farewell
         self._max_early_failures = MAX_EARLY_FAILURES if bound_early_failures else math.inf
-        self._generation = 0
         self._machines: dict[str, int] = {}
         self._started = 0.0
         self._num_early_failures = 0
@@ -109,20 +107,12 @@ class SpeakingAgent(LocalElasticAgent):
         # Nobody has its ranks before all agents have come by the store: what each wrote before is
         # there for all of them after.
         store.set(f"resilin/machine/{group_rank}", _host())
-        self._generation += 1
-        if group_rank == 0:
-            if isinstance(store, PrefixStore):
-                # It is of this round alone, and stands in front of one that outlives rounds.
-                key = f"resilin/generations/{spec.rdzv_handler.get_run_id()}"
-                self._generation = store.underlying_store.add(key, 1)
-            store.set("resilin/generation", str(self._generation))
         workers: list[Worker] = super()._assign_worker_ranks(
             store, group_rank, group_world_size, spec
         )
         keys = [f"resilin/machine/{rank}" for rank in range(group_world_size)]
         # Agents of a plain torchrun leave no name.
-        if store.check(["resilin/generation", *keys]):
-            self._generation = int(store.get("resilin/generation"))
+        if store.check(keys):
             self._report_machines([name.decode() for name in store.multi_get(keys)])
         return workers
 
@@ -142,7 +132,6 @@ class SpeakingAgent(LocalElasticAgent):
         ranks = [worker.global_rank for worker in worker_group.workers]
         machines = _count(worker_group.group_world_size or 1, "agent")
         say(
-            f"generation {self._generation}: "
             f"{_count(worker_group.workers[0].world_size, 'replica')} on {machines}, "
             f"rank {ranks[0] if len(ranks) == 1 else f'{ranks[0]}-{ranks[-1]}'} here"
         )

@@ -65,7 +65,8 @@ class MemoryDirectory:
             Whether it was removed.
         """
         if remove := remove and _lock_alone(self._lock):
-            shutil.rmtree(self.path)
+            with suppress(FileNotFoundError):
+                shutil.rmtree(self.path)
             if self._is_default:
                 with suppress(OSError):  # other jobs are there
                     self.path.parent.rmdir()

@@ -166,7 +166,7 @@ class MemoryCopies:
     # Forgetting ----------------------------------------------------------------------------
 
     def forget(self, before: int | None = None) -> None:
-        """Removes files of generations before this one, or all of them with the directory.
+        """Removes files of generations before this one, or all of them.
 
         Only what this module wrote is touched.
         """
@@ -176,10 +176,6 @@ class MemoryCopies:
                 path.unlink(missing_ok=True)
         if before is None:
             self.close()
-            try:
-                self.directory.rmdir()
-            except OSError:
-                return  # Other replicas of the host still have files in it.
 
     def close(self) -> None:
         """Lets go of the files; they stay."""

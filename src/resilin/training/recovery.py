@@ -9,6 +9,7 @@ find: a memory copy on any host, or else the newest checkpoint that is whole.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import os
@@ -19,7 +20,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from resilin.engine.environment import log_to_stderr
+from resilin.engine import environment
 from resilin.engine.stop import RESTART
 from resilin.engine.torchrun import Torchrun, process_start
 from resilin.engine.watch import Peer, Watch
@@ -40,7 +41,7 @@ MEMORY_BUDGET = 0.05
 def start(job: Job) -> Recovery:
     """Starts the job, once: restores the newest state there is."""
     if job.recovery is None:
-        log_to_stderr()
+        environment.log_to_stderr()
         job.recovery = Recovery(job, job.protection or from_environment())
         job.recovery.start()
     assert isinstance(job.recovery, Recovery)
@@ -124,9 +125,9 @@ class Recovery:
                 logger.info("%s begin at step 0", replicas)
             else:
                 logger.info(
-                    "%s go on from %s (%s), restored in %.2f s",
+                    "%s go on from step %d (%s), restored in %.2f s",
                     replicas,
-                    snapshot.version,
+                    snapshot.version.step,
                     source,
                     time.monotonic() - began,
                 )
@@ -272,7 +273,7 @@ class Recovery:
             return
         self._saved = self._version()
         if self._engine.replica == 0:
-            logger.info("saved %s in %s", commit.version, commit.path)
+            logger.info("saved step %d in %s", commit.version.step, commit.path)
 
     # The end -------------------------------------------------------------------------------
 
@@ -282,7 +283,7 @@ class Recovery:
         self._close_watch()
         self._save_now()
         if self._engine.replica == 0:
-            logger.info("stopped at %s (%s)", self._version(), reason)
+            logger.info("stopped at step %d (%s)", self._version().step, reason)
         self._engine.leave(asked=self._engine.stop.asked)
 
     def _abandon(self, reason: str, late: bool) -> None:
@@ -307,7 +308,7 @@ class Recovery:
         snapshot = self._memory.read(newest[0])
         snapshot.tree.update(add_up(list(self._memory.sums(newest[0]).values())))
         commit = Checkpoints(directory, keep=self._protection.keep).save(snapshot)
-        logger.warning("saved %s in %s from memory", commit.version, commit.path)
+        logger.warning("saved step %d in %s from memory", commit.version.step, commit.path)
 
     def finish(self) -> None:
         """The job is done: its last state is saved, and memory is given back when it exits."""
@@ -336,5 +337,11 @@ class Recovery:
 
 def _forget(memory: MemoryCopies) -> None:
     # A script that fails behind its training is started again, and needs what is there.
-    if getattr(sys, "last_value", None) is None:
-        memory.forget()
+    if getattr(sys, "last_value", None) is not None:
+        return
+    memory.forget()
+    if environment.MEMORY_DIR not in os.environ:
+        # Nobody else has made it. Other replicas of the host may still have files in it.
+        with contextlib.suppress(OSError):
+            memory.directory.rmdir()
+            memory.directory.parent.rmdir()
