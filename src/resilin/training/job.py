@@ -29,10 +29,6 @@ class TrainedModel(Protocol):
         """Whether noise is measured in the next step."""
         ...
 
-    def votes(self) -> tuple[float, ...]:
-        """What all replicas together said in the ballot of the last step."""
-        ...
-
     def release(self) -> None:
         """Gives optimizer, scheduler and scaler their own methods back."""
         ...
@@ -46,12 +42,20 @@ class CommittingLoader(Protocol):
         ...
 
 
-class JobRecovery(Protocol):
-    """What keeps the state of the job, and restores it."""
+class Voter(Protocol):
+    """Who has something to say in the ballot of each step, and acts on what all have said."""
 
     def votes(self) -> tuple[float, ...]:
-        """What this replica has to say in the ballot of a step; nothing if it keeps no state."""
+        """What this replica says: as many numbers as the other replicas do."""
         ...
+
+    def counted(self, votes: tuple[float, ...]) -> None:
+        """What all replicas together have said in the ballot of a step: the sums."""
+        ...
+
+
+class JobRecovery(Protocol):
+    """What keeps the state of the job, and restores it."""
 
     def between_steps(self) -> None:
         """Called by all replicas when a step is over and the next one has not begun."""
@@ -110,6 +114,8 @@ class Job:
     """How that state is to be kept, if the script says it."""
     recovery: JobRecovery | None = None
     """What keeps that state; None until the job has started."""
+    voters: list[Voter] = field(default_factory=list)
+    """Who takes part in the ballots, in the same order on all replicas."""
     num_loaders: int = 0
     """How many loaders were made; their numbers name their state."""
     epoch_is_new: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import statistics
 import time
@@ -124,7 +125,7 @@ class AdaptiveDataParallel(nn.Module):
             self._job.engine,
             self._own_votes,
         )
-        self._votes: tuple[float, ...] = ()
+        self._num_votes: list[int] = []
         self._seen: MicroBatch | None = None
         self._weight: float | None = None
         self._factors: tuple[Factors, ...] = (Factors(),) * len(optimizer.param_groups)
@@ -228,12 +229,16 @@ class AdaptiveDataParallel(nn.Module):
         finally:
             self._weight = None
 
-    def votes(self) -> tuple[float, ...]:
-        """What all replicas together said in the ballot of the last step."""
-        return self._votes
-
     def _own_votes(self) -> tuple[float, ...]:
-        return () if self._job.recovery is None else self._job.recovery.votes()
+        own = [voter.votes() for voter in self._job.voters]
+        self._num_votes = [len(votes) for votes in own]
+        return tuple(itertools.chain(*own))
+
+    def _count_votes(self) -> None:
+        votes = iter(self._gradient.votes())
+        for voter, num in zip(self._job.voters, self._num_votes, strict=False):
+            voter.counted(tuple(itertools.islice(votes, num)))
+        self._num_votes = []
 
     def measures_next(self) -> bool:
         """Whether noise is measured in the next step; a lone replica then splits it in two."""
@@ -364,7 +369,7 @@ class AdaptiveDataParallel(nn.Module):
         self._estimates.schedule.committed(measured=self._gradient.measure)
         self._step_seconds.append(now - self._committed_at)
         self._committed_at = now
-        self._votes = self._gradient.votes()
+        self._count_votes()
         self._gradient.reset()
         self._prepared = None
 

@@ -88,6 +88,7 @@ class Recovery:
         self._boundary_time = time.monotonic()
         self._step_seconds = math.inf
         self._forgot = False
+        self._counted: tuple[float, ...] = ()
         self._watch: Watch | None = None
         self._storage_group: dist.ProcessGroup | None = None
         self._listening = False
@@ -105,6 +106,7 @@ class Recovery:
             self.active = any(engine.gather(self.active))
         if not self.active:
             return
+        self._job.voters.append(self)
         began = time.monotonic()
         # Made here, in the same order on all replicas; a thread must not be the first to ask.
         self._storage_group = engine.group("storage")
@@ -155,12 +157,14 @@ class Recovery:
         Args:
             ahead: Steps that will be committed between this and when the votes are counted.
         """
-        if not self.active:
-            return ()
         steps = self._job.clock.steps + ahead
         stop, save = float(self._engine.stop.asked), float(self._save_is_due(steps))
         seconds = self._step_seconds if math.isfinite(self._step_seconds) else 0.0
         return stop, save, self._keep_seconds, seconds
+
+    def counted(self, votes: tuple[float, ...]) -> None:
+        """What all replicas have said in the ballot of the step that ends now."""
+        self._counted = votes
 
     def _save_is_due(self, steps: int) -> bool:
         """Asked of replica 0 alone: others have other clocks."""
@@ -176,8 +180,8 @@ class Recovery:
         version = self._version()
         if not self.active or version == self._seen:
             return
-        assert self._job.model is not None
-        self._settle(version, self._job.model.votes())
+        votes, self._counted = self._counted, ()
+        self._settle(version, votes)
 
     def between_epochs(self) -> None:
         """The same between two epochs, where there was no ballot: the replicas ask each other."""
