@@ -119,11 +119,11 @@ if restarts == "0":
     dead = worker.name.rpartition("-")[2]
     said = [line.removeprefix("resilin: ") for line in lines]
     assert said[0].endswith("starts 2 workers in job job7")
-    assert said[1] == "generation 1: 2 replicas on 1 agent, rank 0-1 here"
+    assert said[1] == "2 replicas on 1 agent, rank 0-1 here"
     assert said[2].startswith(f"rank 1 (process {dead}) was killed by SIGKILL after ")
     assert said[3:] == [
         f"restarting the workers (restart 1 of {run.MAX_RESTARTS})",
-        "generation 2: 2 replicas on 1 agent, rank 0-1 here",
+        "2 replicas on 1 agent, rank 0-1 here",
         "finished after 1 restart",
     ]
     starts = told(tmp_path, "start1")
@@ -229,15 +229,14 @@ if env["WORLD_SIZE"] == "1":
     assert (status, other_status) == (0, 0), (lines, other_lines)
     said = [line.removeprefix("resilin: ") for line in lines]
     host = socket.gethostname()
-    assert said[1] == "generation 1: 1 replica on 1 agent, rank 0 here"
+    assert said[1] == "1 replica on 1 agent, rank 0 here"
     assert said[2:4] == [
         "another agent waits to join: restarting the workers",
         f"{host} joined",
     ]
-    assert said[4].startswith("generation 2: 2 replicas on 2 agents, rank ")
+    assert said[4].startswith("2 replicas on 2 agents, rank ")
     assert said[5:] == ["finished"]
-    # The one that came later counts generations as the others do.
-    assert other_lines[1].startswith("resilin: generation 2: 2 replicas on 2 agents, rank ")
+    assert other_lines[1].startswith("resilin: 2 replicas on 2 agents, rank ")
     starts = told(tmp_path, "start2")
     assert sorted(start["RANK"] for start in starts) == ["0", "1"]
     # They are one job on one machine, and the last of them tidies up.

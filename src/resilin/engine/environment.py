@@ -49,7 +49,10 @@ def parse_every(text: str) -> int | timedelta:
         if not number.isdigit() or int(number) < 1:
             raise ValueError(f"{text!r} must be a whole number of steps, at least 1")
         return int(number)
-    return timedelta(seconds=float(number) * _UNITS[unit])
+    try:
+        return timedelta(seconds=float(number) * _UNITS[unit])
+    except OverflowError:
+        raise ValueError(f"{text!r} must be at most {timedelta.max.days} days") from None
 
 
 def log_to_stderr() -> None:

@@ -7,11 +7,13 @@ wait for it in a collective, where no Python handler runs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -52,6 +54,10 @@ class StopRequest:
         if self.reason is None:
             self.reason = reason
             self._event.set()
+            if self._wakeup is not None:
+                # No signal has the number 0: it only ends the waiting. A full pipe does, too.
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._wakeup[1], b"\0")
 
     # Signals -------------------------------------------------------------------------------
 
@@ -70,7 +76,12 @@ class StopRequest:
                 )
                 continue
             self._previous[number] = signal.signal(number, self._handle)
-        if self._previous and signal.set_wakeup_fd(-1) == -1:
+        _listening.add(self)
+        present = signal.set_wakeup_fd(-1)
+        if present != -1:
+            # That of somebody else, such as asyncio, goes on; signals are seen by handlers only.
+            signal.set_wakeup_fd(present)
+        elif self._previous:
             read, write = os.pipe()
             os.set_blocking(read, False)
             os.set_blocking(write, False)
@@ -132,6 +143,7 @@ class StopRequest:
 
     def release(self) -> None:
         """Gives signals their former handlers back."""
+        _listening.discard(self)
         if self._wakeup is not None:
             signal.set_wakeup_fd(-1)
             for end in self._wakeup:
@@ -140,3 +152,15 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
+
+
+_listening: weakref.WeakSet[StopRequest] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    """A forked child has the handlers and the pipe of its parent: its signals are its own."""
+    for request in list(_listening):
+        request.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)

@@ -86,7 +86,7 @@ class Torchrun(Engine):
             while time.monotonic() < deadline and not self.stop.asked:
                 time.sleep(0.02)
             raise SystemExit(self.stop.exit_code if self.stop.asked else RESTART)
-        if self.restarts and self.stop.signal != signal.SIGTERM:
+        if self.restarts and not self.orphaned() and self.stop.signal != signal.SIGTERM:
             os.kill(self._agent, signal.SIGTERM)
         raise SystemExit(self.stop.exit_code)
 

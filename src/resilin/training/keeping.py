@@ -102,6 +102,8 @@ def stop_when(condition: Callable[[], bool], every: timedelta = timedelta(second
             service tells of spot machines. An exception is logged, and it is asked again.
         every: Time between two questions.
     """
+    if not isinstance(every, timedelta):
+        raise ValueError(f"every ({every!r}) must be a timedelta")
     seconds = _validate.real("every", every.total_seconds(), above=0)
     if not callable(condition):
         raise ValueError(f"condition ({condition!r}) must be a function")

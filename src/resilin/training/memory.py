@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
+import stat
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -30,6 +32,7 @@ _HEADER = struct.Struct("<8sQqqqQQI")
 _MAGIC = b"resilin\n"
 _DATA = 4096
 _ALIGN = 64
+_NAME = re.compile(r"(\d+)-\d+-\d+-\d+-[01]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,17 @@ class MemoryCopies:
     """
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for missing in reversed([d for d in directory.parents if not d.exists()]):
+            missing.mkdir(mode=0o700, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        parent = directory.parent.stat()
+        replaceable = parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX
+        if parent.st_uid not in (0, os.getuid()) or replaceable:
+            raise ValueError(
+                f"{directory.parent} must belong to user {os.getuid()} or root and be writable by "
+                f"no other, who could replace {directory.name}; it belongs to {parent.st_uid} and "
+                f"has mode {parent.st_mode & 0o1777:o}"
+            )
         status = directory.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o022:
             raise ValueError(
@@ -117,14 +130,15 @@ class MemoryCopies:
 
     def _complete(self) -> dict[Version, list[_Found]]:
         """Per version and host, one file of each share; only those that have all of them."""
-        found: dict[tuple[Version, int], dict[int, _Found]] = {}
+        found: dict[tuple[Version, int, int], dict[int, _Found]] = {}
         for file in self._files():
-            files = found.setdefault((file.version, file.meta["host"]), {})
+            key = (file.version, file.meta["host"], file.meta["num_shares"])
+            files = found.setdefault(key, {})
             files.setdefault(file.meta["share"], file)
         return {
             version: list(files.values())
-            for (version, _), files in sorted(found.items(), key=lambda item: item[0])
-            if len(files) == next(iter(files.values())).meta["num_shares"]
+            for (version, _, num), files in sorted(found.items(), key=lambda item: item[0])
+            if len(files) == num
         }
 
     def _files(self) -> Iterator[_Found]:
@@ -146,7 +160,10 @@ class MemoryCopies:
         tensors: dict[str, Tensor] = {}
         for file in files:
             tree = file.meta.get("tree", tree)
-            tensors.update(_read_tensors(file))
+            try:
+                tensors.update(_read_tensors(file))
+            except (OSError, ValueError) as error:
+                raise LookupError(f"{file.path} changed while it was read: {error}") from error
             again = _read_meta(file.path)
             if again is None or again.version != version:
                 raise LookupError(f"{file.path} was overwritten while it was read")
@@ -170,9 +187,13 @@ class MemoryCopies:
 
         Only what this module wrote is touched.
         """
-        for path in self.directory.iterdir() if self.directory.exists() else ():
-            generation = path.name.partition("-")[0]
-            if generation.isdigit() and (before is None or int(generation) < before):
+        try:
+            present = list(self.directory.iterdir())
+        except FileNotFoundError:
+            present = []  # Another replica of the host was first.
+        for path in present:
+            name = _NAME.fullmatch(path.name)
+            if name is not None and (before is None or int(name[1]) < before):
                 path.unlink(missing_ok=True)
         if before is None:
             self.close()
@@ -277,6 +298,8 @@ def _view(memory: Any, dtype: torch.dtype, shape: Any, offset: int) -> Tensor:
 
 def _read_meta(path: Path) -> _Found | None:
     """The header and the JSON of a file, if it is complete."""
+    if _NAME.fullmatch(path.name) is None:
+        return None
     try:
         with path.open("rb") as file:
             head = file.read(_HEADER.size)
@@ -284,6 +307,8 @@ def _read_meta(path: Path) -> _Found | None:
                 return None
             magic, complete, generation, step, epoch, end, size, crc = _HEADER.unpack(head)
             if magic != _MAGIC or not complete:
+                return None
+            if end + size > os.fstat(file.fileno()).st_size:
                 return None
             file.seek(end)
             text = file.read(size)

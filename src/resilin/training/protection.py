@@ -79,6 +79,7 @@ def memory_directory(engine: Engine, protection: Protection) -> Path | None:
     if engine.memory_name is None:
         return None
     name = re.sub(r"[^A-Za-z0-9._-]", "_", engine.memory_name)
-    if name != engine.memory_name:
+    if name != engine.memory_name or not name.strip(".") or len(name) > 200:
+        name = name[:200].strip(".")
         name += "-" + hashlib.sha256(engine.memory_name.encode()).hexdigest()[:8]
     return environment.memory_parent() / name

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from resilin.training.snapshot import Json, Snapshot, Version, join, split
+from resilin.training.snapshot import Json, Snapshot, Version, join, names, split
 
 SUMS = "sums/"
 """How the names of parts that are summed over the replicas begin."""
@@ -81,6 +81,9 @@ class Registry:
                     "needs both state_dict() and load_state_dict()"
                 )
         if present is None and name in self._unclaimed:
+            assert self._restored is not None
+            if name == MODEL:
+                _compare(thing, self._restored)
             self._claim(name, thing)
         self._shared[name] = thing
 
@@ -109,8 +112,7 @@ class Registry:
         tree: dict[str, Json] = {}
         tensors: dict[str, Tensor] = {}
         for name, thing in self._shared.items():
-            tree[name], own = split(name, thing.state_dict())
-            tensors.update(own)
+            tree[name], _ = split(name, thing.state_dict(), tensors)
         return Snapshot(version, tree, tensors)
 
     def take_sums(self) -> dict[str, Json]:
@@ -131,7 +133,7 @@ class Registry:
             _compare(self._shared[MODEL], snapshot)
         self._restored = replace(snapshot, tensors=dict(snapshot.tensors))
         self._unclaimed = set(snapshot.tree)
-        for name, thing in self._shared.items():
+        for name, thing in list(self._shared.items()):
             if name in self._unclaimed:
                 self._claim(name, thing)
             else:
@@ -160,8 +162,8 @@ class Registry:
         self._unclaimed.discard(name)
         assert self._restored is not None
         # Its tensors are not needed any more; what nobody claims must not keep them.
-        for tensor in [t for t in self._restored.tensors if t == name or t.startswith(f"{name}.")]:
-            del self._restored.tensors[tensor]
+        for tensor in names(self._restored.tree[name]):
+            self._restored.tensors.pop(tensor, None)
 
     def warn_of_unclaimed(self) -> None:
         """Warns once of state that was restored and that nobody has registered for."""
@@ -190,7 +192,7 @@ def _compare(model: Stateful, snapshot: Snapshot) -> None:
     """Compares names, shapes and types of the model's tensors with those of a snapshot."""
     _, ours = split(MODEL, model.state_dict())
     prefix = f"{MODEL}."
-    theirs = {name: t for name, t in snapshot.tensors.items() if name.startswith(prefix)}
+    theirs = {name: snapshot.tensors[name] for name in names(snapshot.tree.get(MODEL))}
     differing = [
         f"{name} is in it and not in the model" for name in sorted(set(theirs) - set(ours))
     ]

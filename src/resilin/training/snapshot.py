@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,13 +65,16 @@ class Snapshot:
         return join(self.tree[name], self.tensors)
 
 
-def split(name: str, state: Any) -> tuple[Json, dict[str, Tensor]]:
+def split(
+    name: str, state: Any, tensors: dict[str, Tensor] | None = None
+) -> tuple[Json, dict[str, Tensor]]:
     """Takes a state apart.
 
     Args:
         name: Whose state it is; the names of its tensors begin with it.
         state: Numbers, strings, bytes, None, tensors, numpy arrays and numbers, and lists, tuples,
             sets, deques and dicts of them.
+        tensors: Tensors of other states, to which those of this one are added.
 
     Returns:
         The tree, and the tensors by name. Tensors are those of the state and not copies.
@@ -79,23 +82,23 @@ def split(name: str, state: Any) -> tuple[Json, dict[str, Tensor]]:
     Raises:
         ValueError: Something else is in it; the message says what, and where.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors = {} if tensors is None else tensors
     return _split(name, state, tensors), tensors
 
 
 def _split(path: str, value: Any, tensors: dict[str, Tensor]) -> Json:
-    if value is None or isinstance(value, bool | str):
-        return value
     if isinstance(value, np.generic):
         value = value.item()
+    if value is None or isinstance(value, bool | str):
+        return value
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_KIND: "float", "of": repr(float(value))}
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.layout is torch.strided:
         return {_KIND: "tensor", "of": _put(tensors, path, value.detach())}
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        tensor = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.isnative:
+        tensor = torch.from_numpy(np.require(value, requirements=("C", "W")))
         return {_KIND: "array", "of": _put(tensors, path, tensor)}
     if isinstance(value, bytes):
         return {_KIND: "bytes", "of": base64.b64encode(value).decode()}
@@ -110,6 +113,8 @@ def _split(path: str, value: Any, tensors: dict[str, Tensor]) -> Json:
         kind = next(name for name, cls in _SEQUENCES.items() if isinstance(value, cls))
         if isinstance(value, torch.Size):
             kind = "size"
+        if isinstance(value, deque) and value.maxlen is not None:
+            return {_KIND: kind, "of": items, "maxlen": value.maxlen}
         return {_KIND: kind, "of": items}
     raise ValueError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: "
@@ -150,12 +155,19 @@ def join(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
     Raises:
         ValueError: The tree is not one that `split` made, or a tensor is missing.
     """
+    try:
+        return _join(tree, tensors)
+    except TypeError as error:
+        raise ValueError(f"this is not the tree of a snapshot: {error}") from error
+
+
+def _join(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(tree, list):
-        return [join(item, tensors) for item in tree]
+        return [_join(item, tensors) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if _KIND not in tree:
-        return {key: join(item, tensors) for key, item in tree.items()}
+        return {key: _join(item, tensors) for key, item in tree.items()}
     kind, of = tree[_KIND], tree.get("of")
     if kind in ("tensor", "array"):
         if of not in tensors:
@@ -171,11 +183,24 @@ def join(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
         if isinstance(dtype, torch.dtype):
             return dtype
     elif kind in _SEQUENCES:
-        return _SEQUENCES[kind](join(item, tensors) for item in of or ())
+        items = [_join(item, tensors) for item in of or ()]
+        return deque(items, tree.get("maxlen")) if kind == "deque" else _SEQUENCES[kind](items)
     elif kind == "dict" or kind in _MAPPINGS:
-        pairs = {join(key, tensors): join(item, tensors) for key, item in of or ()}
+        pairs = {_join(key, tensors): _join(item, tensors) for key, item in of or ()}
         return _MAPPINGS.get(kind, dict)(pairs)
     raise ValueError(f"a snapshot cannot hold a {kind!r} of {of!r}")
+
+
+def names(tree: Json) -> Iterator[str]:
+    """The names of the tensors in a tree."""
+    if isinstance(tree, list):
+        for item in tree:
+            yield from names(item)
+    elif isinstance(tree, dict):
+        if tree.get(_KIND) in ("tensor", "array"):
+            yield tree["of"]
+        else:
+            yield from names(list(tree.values()))
 
 
 def shares(tensors: Mapping[str, Tensor], num: int) -> list[list[str]]:

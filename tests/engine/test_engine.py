@@ -1,0 +1,376 @@
+"""Who is in the job: what replicas tell each other, and how they leave."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from resilin.engine import base
+from resilin.engine.base import Engine
+from resilin.engine.group import LAUNCHER_ENV, detect
+from resilin.engine.single import Single
+from resilin.engine.stop import RESTART
+from resilin.engine.torchrun import (
+    RUN_ID,
+    SHUTDOWN_TIMEOUT,
+    Torchrun,
+    process_gone,
+    process_start,
+)
+
+linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """The environment of a process that nobody launched."""
+    others = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", RUN_ID, SHUTDOWN_TIMEOUT)
+    for name in (*LAUNCHER_ENV, *others):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+# Who we are ----------------------------------------------------------------------------------
+
+
+def test_a_process_that_nobody_launched_is_single(plain):
+    engine = detect()
+    assert type(engine) is Single
+    assert (engine.replica, engine.num_replicas) == (0, 1)
+    assert (engine.host, engine.local_replica, engine.num_local_replicas) == (0, 0, 1)
+    assert not engine.restarts
+    assert engine.memory_name is None
+    assert not engine.begin_step()
+    assert engine.all_committed()
+
+
+@pytest.mark.parametrize("missing", [None, *LAUNCHER_ENV])
+def test_only_a_whole_environment_is_that_of_a_launcher(plain, missing):
+    for name in LAUNCHER_ENV:
+        if name != missing:
+            plain.setenv(name, "1")
+    assert type(detect()) is (Torchrun if missing is None else Single)
+
+
+def test_what_torchrun_says(plain):
+    engine = Torchrun()
+    assert (engine.host, engine.local_replica, engine.num_local_replicas) == (0, 0, 1)
+    assert (engine.restarts, engine.memory_name, engine.grace) == (False, None, 18.0)
+    for name, value in {
+        "GROUP_RANK": "3",
+        "LOCAL_RANK": "2",
+        "LOCAL_WORLD_SIZE": "4",
+        RUN_ID: "my job",
+        SHUTDOWN_TIMEOUT: "5",
+    }.items():
+        plain.setenv(name, value)
+    # The world is asked each time: a launcher may change it.
+    assert (engine.host, engine.local_replica, engine.num_local_replicas) == (3, 2, 4)
+    assert (engine.restarts, engine.memory_name, engine.grace) == (True, "my job", 3.0)
+    plain.setenv(RUN_ID, "none")
+    assert engine.memory_name == f"agent-{os.getppid()}"
+
+
+# Agreement and state -------------------------------------------------------------------------
+
+
+def test_one_replica_agrees_with_itself(plain):
+    engine, thing, tensor = Single(), object(), torch.ones(2)
+    assert engine.group("control") is None
+    assert engine.gather(thing) == [thing]
+    assert engine.broadcast(thing, 0) is thing
+    engine.hand_out({"t": tensor}, {"t": 0})
+    assert tensor.tolist() == [1, 1]
+
+
+@pytest.mark.world_size(3)
+def test_what_each_replica_says_is_known_to_all():
+    engine = detect()
+    me = engine.replica
+    for value in (me, None, "x" * me, [me] * 10_000, {"v": (me, {me})}, b"\0" * me):
+        everyone = engine.gather(value)
+        assert len(everyone) == 3
+        assert everyone[me] == value
+    assert engine.gather(me) == [0, 1, 2]
+    assert [len(text) for text in engine.gather("x" * me * 100_000)] == [0, 100_000, 200_000]
+
+
+@pytest.mark.world_size(3)
+def test_what_one_replica_has_is_on_all_of_them():
+    engine = detect()
+    for source in (0, 1, 2):
+        for value in (None, "", (source, {"a": torch.float16}), "x" * 1_000_000):
+            mine = value if engine.replica == source else "not this"
+            assert engine.broadcast(mine, source) == value
+
+
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.bool,
+    torch.int8,
+    torch.uint16,
+    torch.uint64,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+@pytest.mark.world_size(3)
+def test_tensors_of_all_types_are_handed_out(monkeypatch):
+    engine = detect()
+    me = engine.replica
+    for chunk in (base._CHUNK, 7):
+        monkeypatch.setattr(base, "_CHUNK", chunk)
+        tensors, expected, owners = {}, {}, {}
+        for i, dtype in enumerate(DTYPES):
+            for shape in ((), (0,), (3, 0), (5,), (2, 3, 4)):
+                name = f"{dtype} {shape}"
+                generator = torch.Generator().manual_seed(i)
+                content = torch.randint(0, 2, shape, generator=generator).to(dtype)
+                owners[name], expected[name] = len(owners) % 3, content
+                mine = owners[name] == me
+                tensors[name] = content.clone() if mine else torch.zeros(shape, dtype=dtype)
+        tensors["not named"] = torch.full((2,), me)
+        engine.hand_out(tensors, owners)
+        for name, content in expected.items():
+            assert tensors[name].dtype == content.dtype
+            assert tensors[name].shape == content.shape
+            raw = [t.view(-1).view(torch.uint8) for t in (tensors[name], content) if t.numel()]
+            assert not raw or raw[0].equal(raw[1]), name
+        assert tensors["not named"].tolist() == [me, me]
+
+
+@pytest.mark.world_size(3)
+def test_every_bit_arrives():
+    engine = detect()
+    bits = torch.tensor([0x7F80_0001, 0x7FC1_2345, -0x8000_0000, 1], dtype=torch.int32)
+    # NaNs with a payload, a negative zero, and the smallest number there is.
+    tensor = bits.view(torch.float32).clone() if engine.replica == 2 else torch.zeros(4)
+    engine.hand_out({"t": tensor}, {"t": 2})
+    assert tensor.view(torch.int32).equal(bits)
+
+
+@pytest.mark.world_size(2)
+def test_tensors_that_are_not_contiguous_are_not_handed_out_wrongly():
+    tensor = torch.zeros(3, 2).t()
+    with pytest.raises(AssertionError):
+        detect().hand_out({"t": tensor}, {"t": 0})
+
+
+@pytest.mark.world_size(2, init=False)
+def test_a_purpose_has_one_group_for_as_long_as_the_membership_lasts():
+    engine = Engine()
+    assert engine.group("control") is None
+    seen = []
+    for attempt in range(2):
+        store = dist.PrefixStore(
+            f"attempt {attempt}", dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
+        )
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        control, storage = engine.group("control"), engine.group("storage")
+        assert engine.group("control") is control
+        assert engine.group("storage") is storage
+        assert len({id(g) for g in (control, storage, dist.group.WORLD)}) == 3
+        assert dist.get_backend(control) == "gloo"
+        assert all(control is not old for old in seen)
+        seen += [control, storage]
+        assert engine.gather(rank) == [0, 1]
+        dist.barrier()
+        dist.destroy_process_group()
+        assert engine.group("control") is None
+        assert engine.gather(rank) == [rank]
+
+
+# Processes -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait(10)
+
+
+def test_a_process_that_lives_is_not_gone(process):
+    started = process_start(process.pid)
+    assert not process_gone(process.pid, started)
+    assert not process_gone(os.getpid(), process_start(os.getpid()))
+    assert process_start(process.pid) == started
+
+
+@linux
+def test_a_process_that_nobody_has_collected_is_gone(process):
+    started = process_start(process.pid)
+    assert started
+    process.kill()
+    deadline = time.monotonic() + 10
+    while not process_gone(process.pid, started) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process_gone(process.pid, started)
+    assert process_start(process.pid) == ""
+    os.kill(process.pid, 0)  # It still has its number.
+
+
+def test_a_process_that_was_collected_is_gone(process):
+    started = process_start(process.pid)
+    process.kill()
+    process.wait(10)
+    assert process_gone(process.pid, started)
+    assert not process_start(process.pid)
+
+
+@linux
+def test_a_number_that_was_given_again_is_another_process(process):
+    started = process_start(process.pid)
+    assert process_gone(process.pid, str(int(started) - 1))
+
+
+@linux
+def test_a_name_that_looks_like_the_end_of_a_name(tmp_path):
+    # The kernel puts the name of the program in the midst of its figures, as it is.
+    program = tmp_path / "a) Z 1 (b"
+    program.symlink_to("/bin/sleep")
+    process = subprocess.Popen([program, "60"])
+    try:
+        began = process_start(process.pid)
+        assert began
+        assert began.isdigit()
+        assert not process_gone(process.pid, began)
+    finally:
+        process.kill()
+        process.wait(10)
+    assert abs(int(began) - int(process_start(os.getpid()))) < 100 * 3600
+
+
+@linux
+@pytest.mark.skipif(os.getuid() == 0, reason="root may send signals to everybody")
+def test_a_process_of_somebody_else_that_lives_is_not_gone():
+    assert not process_gone(1, process_start(1))
+
+
+# The end -------------------------------------------------------------------------------------
+
+
+def code_of(engine, *, asked):
+    with pytest.raises(SystemExit) as end:
+        engine.leave(asked=asked)
+    return end.value.code
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_single_process_ends_as_whoever_asked_wants_it(asked):
+    engine = Single()
+    engine.stop.request("a poller")
+    assert code_of(engine, asked=asked) == RESTART == 75
+    engine = Single()
+    engine.stop._take(signal.SIGTERM)
+    assert code_of(engine, asked=asked) == 143
+
+
+def test_a_replica_that_follows_others_gives_its_agent_a_moment(plain):
+    plain.setenv(RUN_ID, "a job")
+    engine = Torchrun()
+    began = time.monotonic()
+    assert code_of(engine, asked=False) == RESTART
+    assert 0.4 < time.monotonic() - began < 5
+
+
+AGENT = """
+import json, os, signal, sys, time
+from resilin.engine.torchrun import Torchrun
+
+signal.alarm(60)
+told = []
+signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+
+def leave(how, asked):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    engine = Torchrun()
+    if how == "agent gone":
+        while os.getppid() == engine._agent:
+            time.sleep(0.01)
+        time.sleep(0.3)  # Until it was collected, too.
+    engine.stop.listen()
+    if how in ("poller", "agent gone"):
+        engine.stop.request("a poller")
+    elif how == "late SIGTERM":
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    elif how is not None:
+        os.kill(os.getpid(), getattr(signal, how))
+    try:
+        engine.leave(asked=asked)
+    except SystemExit as end:
+        return end.code
+    except BaseException as error:
+        return repr(error)
+
+def ends(how, asked):
+    told.clear()
+    read, write = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        if how == "agent gone" and os.fork():
+            time.sleep(0.3)
+            os._exit(0)
+        os.write(write, json.dumps(leave(how, asked)).encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(worker, 0)
+    text = os.read(read, 1000)
+    os.close(read)
+    time.sleep(0.05)
+    return [json.loads(text), len(told)]
+"""
+
+
+DEPARTURES = {
+    # How the worker was asked to stop, whether it was this one, and whether there is an agent:
+    # its exit code, and how often its parent was told to end.
+    ("SIGTERM", True, True): [143, 0],
+    ("SIGUSR1", True, True): [128 + signal.SIGUSR1, 1],
+    ("poller", True, True): [75, 1],
+    (None, False, True): [75, 0],
+    ("late SIGTERM", False, True): [143, 0],
+    ("agent gone", True, True): [75, 0],
+    ("SIGUSR1", True, False): [128 + signal.SIGUSR1, 0],
+}
+
+
+@pytest.fixture(scope="module")
+def departures():
+    """How workers end under a real parent; all of them in one program, for torch loads slowly."""
+    program = f"""
+        for how, asked, agent in {list(DEPARTURES)!r}:
+            os.environ.pop({RUN_ID!r}, None)
+            os.environ.update({{{RUN_ID!r}: "a job"}} if agent else {{}})
+            print(json.dumps(ends(how, asked)), flush=True)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", AGENT + textwrap.dedent(program)],
+        timeout=90,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    return dict(zip(DEPARTURES, lines, strict=True))
+
+
+@pytest.mark.parametrize("way", DEPARTURES, ids=str)
+def test_how_a_worker_leaves_its_agent(departures, way):
+    assert departures[way] == DEPARTURES[way]
