@@ -30,6 +30,7 @@ def test_the_public_names_are_frozen():
         "accumulate",
         "checkpoint_to",
         "current_job",
+        "hints",
         "init_process_group",
         "plan",
         "register",

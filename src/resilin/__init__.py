@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from resilin.engine.group import init_process_group
     from resilin.training.accumulator import Accumulator
     from resilin.training.epochs import remaining_epochs_until
+    from resilin.training.hints import hints
     from resilin.training.job import current_job, reset_job
     from resilin.training.keeping import checkpoint_to, register, resume, stop_when
     from resilin.training.loader import AdaptiveDataLoader
@@ -38,6 +39,7 @@ _HOMES = {
     "accumulate": "resilin.training.optimizer",
     "checkpoint_to": "resilin.training.keeping",
     "current_job": "resilin.training.job",
+    "hints": "resilin.training.hints",
     "init_process_group": "resilin.engine.group",
     "plan": "resilin.training.planning",
     "register": "resilin.training.keeping",
@@ -60,6 +62,7 @@ __all__ = [
     "accumulate",
     "checkpoint_to",
     "current_job",
+    "hints",
     "init_process_group",
     "plan",
     "register",

@@ -208,8 +208,7 @@ def test_exact_measurements_give_the_model_back(overlap, ring):
 
 
 def test_no_other_start_finds_a_better_optimum():
-    from scipy.optimize import minimize
-
+    minimize = pytest.importorskip("scipy.optimize").minimize
     steps = measure(MODEL, PLACEMENTS[:6], spread=0.1, rng=np.random.default_rng(5))
     prior = Prior()
     fitted = fit(steps, prior)

@@ -199,13 +199,14 @@ def test_the_256_over_64_planner_needs_no_autoscaling():
 def test_autoscaling_stays_within_its_bounds():
     loader = resilin.AdaptiveDataLoader(Numbers(400), batch_size=32)
     loader.autoscale_batch_size(1024, local_bsz_bounds=(8, 20))
-    assert loader.current_batch_size == 64
-    assert (loader.current_local_bsz, loader.accumulation_steps) == (16, 2)
+    # It begins at the reference batch; what comes then is the tuner's.
+    assert loader.current_batch_size == 32
+    assert (loader.current_local_bsz, loader.accumulation_steps) == (16, 1)
     assert all(len(indices(batch)) <= 20 for batch in loader)
-    loader.autoscale_batch_size(48, local_bsz_bounds=(8, 20))
-    assert loader.current_batch_size == 48
-    loader.autoscale_batch_size(1024, (8, 20), gradient_accumulation=False)
-    assert (loader.current_batch_size, loader.accumulation_steps) == (40, 1)
+    loader.autoscale_batch_size(1024, local_bsz_bounds=(20, 40))
+    assert loader.current_batch_size == 40
+    loader.autoscale_batch_size(1024, (4, 10), gradient_accumulation=False)
+    assert (loader.current_batch_size, loader.accumulation_steps) == (20, 1)
     with pytest.raises(ValueError, match=r"max_batch_size \(16\) must be at least .* \(32\)"):
         loader.autoscale_batch_size(16)
     loader.autoscale_batch_size(40, local_bsz_bounds=(30, 40))

@@ -19,9 +19,10 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @contextmanager
-def agent(folder, *arguments, workers=2, **env):
+def agent(folder, *arguments, workers=2, warm=False, **env):
     """A torchrun agent of its own, in a session of its own; nothing of it is left afterwards."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    module = ["resilin.cli", "run", "--warm"] if warm else ["torch.distributed.run"]
+    command = [sys.executable, "-m", *module, "--standalone"]
     command += ["--nproc-per-node", str(workers), "--max-restarts", "3", str(JOB), str(folder)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RESILIN_LOG": "INFO"}
     environ.update(
@@ -92,8 +93,9 @@ def assert_same(result, expected):
     assert set(result["totals"]) == {NUM_SAMPLES}
 
 
-def test_a_killed_worker_costs_no_completed_step(tmp_path, expected):
-    with agent(tmp_path, "--pause", "0.1") as process:
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_killed_worker_costs_no_completed_step(tmp_path, expected, warm):
+    with agent(tmp_path, "--pause", "0.1", warm=warm) as process:
         wait_for(lambda: step_of(tmp_path) >= 9, tmp_path)
         done = step_of(tmp_path, replica=1)
         kill(note(tmp_path, 0, 1)["pid"], signal.SIGKILL)
@@ -124,8 +126,9 @@ def test_an_agent_that_is_told_to_stop_saves_and_another_size_goes_on(tmp_path, 
     assert_same(json.loads((tmp_path / "result-0").read_text()), expected)
 
 
-def test_a_worker_without_its_agent_ends(tmp_path):
-    with agent(tmp_path, "--pause", "0.1", workers=1) as process:
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_worker_without_its_agent_ends(tmp_path, warm):
+    with agent(tmp_path, "--pause", "0.1", workers=1, warm=warm) as process:
         wait_for(lambda: step_of(tmp_path) >= 1, tmp_path)
         pid = note(tmp_path, 0, 0)["pid"]
         process.kill()

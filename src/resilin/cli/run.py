@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
 )
 
+from resilin.cli import warm
 from resilin.cli.agent import SpeakingAgent, say
 from resilin.cli.memory import MemoryDirectory
 from resilin.cli.options import complete, parser, stop_signals
@@ -71,7 +72,14 @@ def main(arguments: Sequence[str]) -> int:
             bound_early_failures=bound,
             farewell=FAREWELL if is_here(args.rdzv_endpoint) else 0,
         )
-        torchrun.run(args)  # type: ignore[no-untyped-call]
+        config, entrypoint, arguments = torchrun.config_from_args(args)
+        if args.warm:
+            os.environ[environment.AGENT] = str(os.getpid())
+            config.start_method = "forkserver"
+            entrypoint = warm.run_script
+            arguments = [args.training_script, *args.training_script_args]
+            warm.start_server()
+        launcher.elastic_launch(config, entrypoint)(*arguments)
         code = 0
     except SignalException as stop:
         say(f"stopped by {stop.sigval.name}")

@@ -56,6 +56,11 @@ class Engine:
         return 0
 
     @property
+    def num_hosts(self) -> int:
+        """How many hosts, or agents, the replicas are on."""
+        return 1
+
+    @property
     def local_replica(self) -> int:
         """Which of the replicas on this host it is, from 0."""
         return 0

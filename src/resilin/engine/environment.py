@@ -16,6 +16,8 @@ CHECKPOINT_EVERY = "RESILIN_CHECKPOINT_EVERY"
 """How often, as `500steps`, `90s`, `10min` or `1h`, unless the script says it."""
 MEMORY_DIR = "RESILIN_MEMORY_DIR"
 """Where this host keeps its copy of the newest state: a directory in memory. `off` keeps none."""
+AGENT = "RESILIN_AGENT"
+"""Process of the agent that supervises this one, where that is not the parent."""
 LOG = "RESILIN_LOG"
 """A logging level, such as `INFO`, at which resilin writes to standard error by itself."""
 

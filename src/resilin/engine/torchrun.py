@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from resilin.engine import environment
 from resilin.engine.base import Engine
 from resilin.engine.stop import RESTART
 
@@ -35,12 +36,19 @@ class Torchrun(Engine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._agent = os.getppid()
+        self._parent = os.getppid()
+        self._agent = int(os.environ.get(environment.AGENT, self._parent))
+        self._agent_start = process_start(self._agent)
 
     @property
     def host(self) -> int:
         """Number of the agent."""
         return int(os.environ.get("GROUP_RANK", "0"))
+
+    @property
+    def num_hosts(self) -> int:
+        """How many agents there are."""
+        return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
     @property
     def local_replica(self) -> int:
@@ -72,7 +80,11 @@ class Torchrun(Engine):
 
     def orphaned(self) -> bool:
         """Whether the agent is gone: then nobody supervises this worker any more."""
-        return self.restarts and os.getppid() != self._agent
+        if not self.restarts:
+            return False
+        if os.getppid() != self._parent:
+            return True
+        return self._agent != self._parent and process_gone(self._agent, self._agent_start)
 
     def leave(self, *, asked: bool) -> NoReturn:
         """Ends this worker.

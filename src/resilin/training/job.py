@@ -7,11 +7,16 @@ gradient weighs. `reset_job()` starts a new one, as tests and notebooks need.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from resilin.core.clock import Clock, Reference
+from resilin.core.events import Event
+from resilin.core.noise import Noise
+from resilin.core.plan import BatchBounds
+from resilin.core.profile import StepProfile
 from resilin.core.rules import ScalingRule
 from resilin.engine.base import Engine
 from resilin.engine.group import detect
@@ -29,6 +34,19 @@ class TrainedModel(Protocol):
         """Whether noise is measured in the next step."""
         ...
 
+    @property
+    def sample_noise(self) -> Noise | None:
+        """Noise of the gradient, per sample; None until it was measured."""
+        ...
+
+    def sync_seconds(self) -> float | None:
+        """How long the newest step that is known waited for the reduction of its gradient."""
+        ...
+
+    def drop_step(self) -> bool:
+        """Forgets the step that is under way, with its gradient; whether it could."""
+        ...
+
     def release(self) -> None:
         """Gives optimizer, scheduler and scaler their own methods back."""
         ...
@@ -41,6 +59,10 @@ class CommittingLoader(Protocol):
         """Moves the cursor behind the current step."""
         ...
 
+    def measured_forward(self) -> AbstractContextManager[None]:
+        """Surrounds the forward pass of the current micro-batch."""
+        ...
+
 
 class Voter(Protocol):
     """Who has something to say in the ballot of each step, and acts on what all have said."""
@@ -51,6 +73,30 @@ class Voter(Protocol):
 
     def counted(self, votes: tuple[float, ...]) -> None:
         """What all replicas together have said in the ballot of a step: the sums."""
+        ...
+
+
+class BatchChooser(Protocol):
+    """What chooses the batch size."""
+
+    @property
+    def reference(self) -> int:
+        """The reference batch."""
+        ...
+
+    @property
+    def bounds(self) -> BatchBounds:
+        """What the user allows."""
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """The global batch size now."""
+        ...
+
+    @property
+    def profile(self) -> StepProfile:
+        """What is known of step times; on replica 0."""
         ...
 
 
@@ -116,6 +162,10 @@ class Job:
     """What keeps that state; None until the job has started."""
     voters: list[Voter] = field(default_factory=list)
     """Who takes part in the ballots, in the same order on all replicas."""
+    autoscaler: BatchChooser | None = None
+    """What chooses the batch size of the loader that trains, if anything does."""
+    listeners: list[Callable[[Event], None]] = field(default_factory=list)
+    """Who is told of events, as they happen, on this replica."""
     num_loaders: int = 0
     """How many loaders were made; their numbers name their state."""
     epoch_is_new: bool = False
@@ -132,6 +182,15 @@ class Job:
         if self._engine is None:
             self._engine = detect()
         return self._engine
+
+    def measured_forward(self) -> AbstractContextManager[None]:
+        """Surrounds the forward pass of a micro-batch, for whoever has to know what it takes."""
+        return nullcontext() if self.loader is None else self.loader.measured_forward()
+
+    def emit(self, event: Event) -> None:
+        """Tells all listeners of an event."""
+        for listener in self.listeners:
+            listener(event)
 
     def state_dict(self) -> dict[str, Any]:
         """Clocks, epoch, and how many replicas there are, for checkpoints."""

@@ -8,20 +8,26 @@ a stale one cannot be used. The cursor moves when the step is committed, and not
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from resilin.core import _validate
-from resilin.core.clock import Clock, Reference, Schedule, step_scale
+from resilin.core.clock import Reference, step_scale
+from resilin.core.events import FaultEvent
 from resilin.core.plan import BatchBounds, BatchPlan
 from resilin.core.stream import TAILS, Ownership, SampleStream, Tail
-from resilin.core.trace import BatchTrace
 from resilin.engine.base import Engine
+from resilin.training.autoscale import Autoscaler
 from resilin.training.job import MicroBatch, current_job
 from resilin.training.recovery import begin_step, end_step, start
+from resilin.training.room import Room
+from resilin.training.sizes import BatchSize, BatchSizes
 from resilin.training.tickets import (
     CannotSplit,
     Ticket,
@@ -30,9 +36,6 @@ from resilin.training.tickets import (
     WorkerInit,
     split,
 )
-
-BatchSize = int | Schedule[int] | BatchTrace | Callable[[Clock], int]
-"""A global batch size, or what it follows: a schedule, a trace, or a function of the clock."""
 
 _OWN = {
     "sampler": "the order is that of the sample stream",
@@ -60,7 +63,10 @@ class AdaptiveDataLoader:
         batch_size: The reference batch.
         shuffle: Whether each epoch has an order of its own.
         drop_last: Whether to drop the remainder of an epoch, once for all replicas.
-        max_local_bsz: Most samples in a micro-batch; more are accumulated.
+        max_local_bsz: Most samples in a micro-batch; more are accumulated. `auto` finds out what
+            fits into memory, from micro-batches that begin small and at most double.
+        memory_budget: Bytes that a micro-batch may take under `auto`; None takes 90% of the CUDA
+            device's memory. On the CPU it bounds what the forward pass keeps for backward.
         seed: Chooses the order. None takes it from `generator=` if there is one, else 0.
         tail: `short`, `straddle` or `drop`; overrides `drop_last`. See `resilin.core.stream`.
         batch_weight: Gives the weight of a collated micro-batch, such as its number of tokens;
@@ -79,7 +85,8 @@ class AdaptiveDataLoader:
         *,
         shuffle: bool = False,
         drop_last: bool = False,
-        max_local_bsz: int | None = None,
+        max_local_bsz: int | Literal["auto"] | None = None,
+        memory_budget: int | None = None,
         seed: int | None = None,
         tail: Tail | None = None,
         batch_weight: Callable[[Any], Any] | None = None,
@@ -108,11 +115,18 @@ class AdaptiveDataLoader:
             shuffle=shuffle,
             fingerprint=fingerprint or f"{type(dataset).__qualname__}[{len(dataset)}]",
         )
-        self._bounds = BatchBounds(
-            local_bsz_bounds=None if max_local_bsz is None else (0, max_local_bsz)
-        )
-        self._follow_replicas = False
-        self._wanted: BatchSize = self.batch_size
+        room: Room | None = None
+        if max_local_bsz == "auto":
+            room = Room(memory_budget, start=max(1, self.batch_size // 8))
+            max_local_bsz = None
+        elif memory_budget is not None:
+            raise ValueError(
+                f"memory_budget ({memory_budget}) is for max_local_bsz='auto', which is "
+                f"{max_local_bsz!r}"
+            )
+        bounds = BatchBounds(local_bsz_bounds=None if max_local_bsz is None else (0, max_local_bsz))
+        self._sizes = BatchSizes(self._reference(), bounds, room)
+        self._failed: str | None = None
         self._batch_weight = batch_weight
         self._cursor = 0
         self._span = range(0)
@@ -122,7 +136,6 @@ class AdaptiveDataLoader:
         current_job().num_loaders += 1
         self._owners = Ownership(0, self._engine.num_replicas)
         self._rank = self._engine.replica
-        self._own_clock = Clock()
         self._generation = 0
         self._ahead: deque[Ticket] = deque()
         self._dispatched = 0
@@ -152,10 +165,7 @@ class AdaptiveDataLoader:
             batch_size: A number, a `BatchTrace` (by optimizer step), a `Schedule`, or a function
                 of the clock. The learning rate follows by the rule of the model.
         """
-        if isinstance(batch_size, int):
-            _validate.whole("batch_size", batch_size, at_least=1)
-        self._wanted = batch_size
-        self._follow_replicas = False
+        self._sizes.set(batch_size)
 
     def autoscale_batch_size(
         self,
@@ -163,58 +173,33 @@ class AdaptiveDataLoader:
         local_bsz_bounds: tuple[int, int] | None = None,
         gradient_accumulation: bool = True,
     ) -> None:
-        """Lets the global batch size grow with the job, within bounds.
+        """Lets resilin choose the global batch size while it trains, within bounds.
 
-        The batch is `batch_size` per replica, up to `max_batch_size`, and within what local
-        bounds and accumulation allow. (Choosing it by goodput is planned.)
+        Chosen is what learns fastest: samples per second, as measured, times progress per sample,
+        as the noise of the gradient tells. It begins at `batch_size` and may change between any
+        two steps, at most to the double at once. Decisions are events, with what was compared.
 
         Args:
             max_batch_size: Upper limit of the global batch; at least `batch_size`.
             local_bsz_bounds: Smallest and largest micro-batch.
             gradient_accumulation: Whether a replica may run more than one micro-batch in a step.
         """
-        if max_batch_size < self.batch_size:
-            raise ValueError(
-                f"max_batch_size ({max_batch_size}) must be at least batch_size ({self.batch_size})"
-            )
-        self._bounds = BatchBounds(max_batch_size, local_bsz_bounds, gradient_accumulation)
-        self._wanted = self.batch_size
-        self._follow_replicas = True
+        bounds = BatchBounds(max_batch_size, local_bsz_bounds, gradient_accumulation)
+        self._sizes.autoscale(bounds)
+
+    @property
+    def autoscaler(self) -> Autoscaler | None:
+        """What chooses the batch size, if anything does."""
+        return self._sizes.autoscaler
 
     @property
     def current_batch_size(self) -> int:
         """The global batch size of the next step."""
-        wanted = self._wanted
-        if isinstance(wanted, int):
-            size = wanted
-        elif isinstance(wanted, BatchTrace):
-            size = wanted.at(self._clock().steps)
-        elif isinstance(wanted, Schedule):
-            size = wanted.now(self._clock(), self._reference())
-        else:
-            size = wanted(self._clock())
-        size = _validate.whole("the batch size", size, at_least=1)
-        return self._autoscaled(size) if self._follow_replicas else size
+        return self._sizes.now()
 
     @property
     def _engine(self) -> Engine:
         return current_job().engine
-
-    def _clock(self) -> Clock:
-        # Without a model nobody commits steps, and the loader counts its own.
-        return self._own_clock if current_job().model is None else current_job().clock
-
-    def _autoscaled(self, size: int) -> int:
-        replicas = self._engine.num_replicas
-        self._bounds.check_replicas(replicas)
-        size *= replicas
-        if self._bounds.local_bsz_bounds is not None:
-            lower, upper = self._bounds.local_bsz_bounds
-            size = max(size, lower * replicas)
-            if not self._bounds.gradient_accumulation:
-                size = min(size, upper * replicas)
-        assert self._bounds.max_batch_size is not None
-        return min(size, self._bounds.max_batch_size)
 
     @property
     def current_local_bsz(self) -> int:
@@ -233,15 +218,8 @@ class AdaptiveDataLoader:
 
     def _current_plan(self) -> BatchPlan:
         if self._plan is None:
-            return self._plan_of(self.current_batch_size, self.current_batch_size)
+            return self._sizes.plan(self.current_batch_size, self.current_batch_size)
         return self._plan
-
-    def _plan_of(self, samples: int, batch_size: int) -> BatchPlan:
-        if samples == batch_size:
-            return self._bounds.plan(samples, self._engine.num_replicas)
-        # The remainder of an epoch is what it is: no smallest size and no global limit apply.
-        upper = self._bounds.local_bsz_bounds[1] if self._bounds.local_bsz_bounds else None
-        return BatchPlan(samples, self._engine.num_replicas, max_local_bsz=upper)
 
     # Tickets -------------------------------------------------------------------------------
 
@@ -250,7 +228,7 @@ class AdaptiveDataLoader:
         while not self._ahead:
             batch_size = self.current_batch_size
             span = self._stream.batch(self._dispatched, batch_size, tail=self._tail)
-            plan = self._split_plan(self._plan_of(len(span), batch_size))
+            plan = self._split_plan(self._sizes.plan(len(span), batch_size))
             mine = self._owners.positions(self._engine.replica, span)
             offset = 0
             for size in plan.micro_batches(self._owners.slot(self._engine.replica, span.start)):
@@ -339,6 +317,7 @@ class AdaptiveDataLoader:
         if training:
             start(job)
             job.registry.add(self._name, self)
+            self._sizes.take_part(job, f"{self._name}/autoscale")
             job.epoch_is_new = False
             skipped, self._skip, self._ended = self._skip, None, None
             if skipped == job.epoch:
@@ -368,6 +347,7 @@ class AdaptiveDataLoader:
             # whether an epoch is measured by the data or by progress.
             if goal is None and job.clock.steps > began.steps and self._by_progress():
                 goal = (math.floor((began.progress + 1e-6) / per_epoch) + 1) * per_epoch
+        self._sizes.pause()
         if training:
             self._ended = job.epoch
             end_step(job)
@@ -391,7 +371,8 @@ class AdaptiveDataLoader:
         training = job.model is not None and job.model.training
         if training:
             job.reference = self._reference()
-        self._plan = self._plan_of(len(span), batch_size)
+        self._plan = self._sizes.plan(len(span), batch_size)
+        self._sizes.begin_step(self._plan, whole=training and len(span) == batch_size)
         limit = self._split_plan(self._plan).batch_size
         mine = self._owners.positions(self._engine.replica, span)
         common: dict[str, Any] = {
@@ -403,20 +384,20 @@ class AdaptiveDataLoader:
         if not mine and training:
             _, batch = self._loader.dataset[Ticket(self._generation, span.start, 1, 1)]
             yield self._hand_out(batch, 0, index=0, last=True, **common)
-        index = 0
-        while mine:
-            batch, count = self._fetch(mine, limit)
-            mine = mine[count:]
-            yield self._hand_out(batch, count, index=index, last=not mine, **common)
+        index, rest = 0, mine
+        while rest:
+            room = self._sizes.room if training else None
+            most = limit if room is None else min(limit, room.limit)
+            batch, count = self._fetch(rest, most)
+            rest = rest[count:]
+            yield self._hand_out(batch, count, index=index, last=not rest, **common)
             index += 1
+            if self._failed is not None:
+                # This replica's part of the step, once more and in smaller pieces.
+                limit, self._failed = max(1, count // 2), None
+                index, rest = 0, mine
         if job.model is None:
-            scale = common["scale"]
-            self._own_clock = self._own_clock.advance(
-                samples=len(span),
-                scale=scale,
-                gain=min(1.0, scale),
-                sample_steps=common["sample_steps"],
-            )
+            self._sizes.count_step(**common)
 
     def _hand_out(self, batch: Any, count: int, **facts: Any) -> Any:
         weight, total = float(count), float(facts["samples"])
@@ -427,6 +408,49 @@ class AdaptiveDataLoader:
             weight=weight, total_weight=total if self._batch_weight is None else None, **facts
         )
         return batch
+
+    def measured_forward(self) -> AbstractContextManager[None]:
+        """Surrounds the forward pass of the current micro-batch, to learn what it takes."""
+        if self._sizes.room is None or not self._current_samples:
+            return nullcontext()
+        return self._sizes.room.measure(self._current_samples)
+
+    @contextmanager
+    def retry_smaller(self) -> Iterator[None]:
+        """Surround the body of the training loop with it, and running out of memory is no end.
+
+        This replica's part of the step is then repeated with micro-batches of half the size, from
+        now on; the global batch stays. It cannot help when other replicas have received a part of
+        the gradient already, late in the backward pass, or in the optimizer: then the error goes
+        on, as without this.
+        """
+        job = current_job()
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            size = self._current_samples
+            if job.model is None or size < 2 or not job.model.drop_step():
+                raise
+            self._failed = str(error).partition("\n")[0]
+        if self._failed is None:
+            return
+        # Out of the handler: the traceback holds on to what has to be freed.
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if self._sizes.room is None:
+            self._sizes.room = Room(2**62, start=self.batch_size)
+        limit = self._sizes.room.failed(size)
+        job.emit(
+            FaultEvent(
+                time=time.time(),
+                step=job.clock.steps,
+                generation=job.engine.generation,
+                kind="out_of_memory",
+                detail=f"a micro-batch of {size} samples did not fit: {self._failed}; the step is "
+                f"repeated with at most {limit}",
+                replica=job.engine.replica,
+            )
+        )
 
     def commit(self) -> None:
         """Moves the cursor behind the current step; called when the model has committed it."""

@@ -192,6 +192,16 @@ class AdaptiveDataParallel(nn.Module):
         return self._estimates.group_noise
 
     @property
+    def sample_noise(self) -> Noise | None:
+        """The same per sample, also where batches are weighed by something else."""
+        noise = self.noise
+        return None if noise is None else replace(noise, trace=noise.trace / self._per_sample())
+
+    def sync_seconds(self) -> float | None:
+        """How long the newest step that is known waited for the reduction of its gradient."""
+        return self._gradient.sync.seconds()
+
+    @property
     def clock(self) -> Clock:
         """Steps, samples, tokens and progress so far."""
         return self._job.clock
@@ -214,7 +224,8 @@ class AdaptiveDataParallel(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
         self._begin(args, kwargs)
-        return self._gradient.forward(*args, **kwargs)
+        with self._job.measured_forward():
+            return self._gradient.forward(*args, **kwargs)
 
     @contextmanager
     def weight(self, weight: float) -> Iterator[None]:
@@ -242,7 +253,9 @@ class AdaptiveDataParallel(nn.Module):
 
     def measures_next(self) -> bool:
         """Whether noise is measured in the next step; a lone replica then splits it in two."""
-        return self._measures and self._estimates.schedule.due()
+        return (
+            self._measures or self._job.autoscaler is not None
+        ) and self._estimates.schedule.due()
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         micro = self._job.micro_batch
@@ -362,6 +375,19 @@ class AdaptiveDataParallel(nn.Module):
             name, reference = self._scheduler.clock, self._clock_reference()
             after = job.clock.read(name, reference)
             self._scheduler.advance(scheduler_steps(before.read(name, reference), after))
+
+    def drop_step(self) -> bool:
+        """Forgets the step that is under way, with its gradient.
+
+        Returns:
+            Whether it could: not if other replicas have a part of it already.
+        """
+        if self._gradient.shared:
+            return False
+        self._gradient.drop()
+        self._seen = None
+        self._prepared = None
+        return True
 
     def end_step(self) -> None:
         """Makes ready for the next step; the optimizer stepped, or a GradScaler skipped it."""

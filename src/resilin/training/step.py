@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from resilin.core.noise import NoiseSample, from_sums
 from resilin.engine.base import Engine
 from resilin.training.gradstats import GroupNorms
+from resilin.training.timing import SyncTimer
 
 _HEAD = 4
 """Numbers at the head of a ballot that concern the gradient: weight, members, and two times."""
@@ -74,6 +75,8 @@ class StepGradient:
         self._group: dist.ProcessGroup | None = None
         self._queued = False
         self._last_weight = 0.0
+        self.sync = SyncTimer(self._parameters[0].device if self._parameters else "cpu")
+        """How long steps wait for their reduction."""
         self.reset()
         self.join()
 
@@ -99,6 +102,16 @@ class StepGradient:
         self._ballot_work: dist.Work | None = None
         self._seconds = 0.0
         self._step_seconds = 0.0
+        self._reducing = False
+        self.sync.dropped()
+
+    def drop(self) -> None:
+        """Forgets the step, and what `.grad` holds of it."""
+        if self._backwards or self._mean or self._held is not None or self._queued:
+            self._clear_grads()
+        # A backward pass that failed has left its end to come.
+        self._queued = False
+        self.reset()
 
     def join(self) -> None:
         """Wraps the module for the replicas that are present now, if they changed."""
@@ -112,6 +125,11 @@ class StepGradient:
             self._ddp = DistributedDataParallel(self._module, **self._ddp_kwargs)
             # A lambda: DDP compares a hook's annotations with classes, and ours are strings.
             self._ddp.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
+
+    @property
+    def shared(self) -> bool:
+        """Whether other replicas have a part of the step from this one already."""
+        return self.result is not None or self._reducing
 
     @property
     def pending(self) -> bool:
@@ -136,8 +154,7 @@ class StepGradient:
                     "and its samples do not count",
                     stacklevel=4,
                 )
-                self._clear_grads()
-            self.reset()
+            self.drop()
             self.join()
             self.measure = measure
             self._step_seconds = step_seconds
@@ -221,6 +238,7 @@ class StepGradient:
         if self.result is None:
             self._backwards = 1
             self.result = self._conclude_alone() if self._group is None else self._conclude_all()
+            self.sync.reduced()
         return self.result
 
     def _conclude_alone(self) -> Reduced:
@@ -315,6 +333,7 @@ class StepGradient:
 
     def _reduce_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         assert self.part is not None
+        self._reducing = True
         buffer, measure = bucket.buffer(), self.measure
         parameters: Sequence[Tensor] = bucket.parameters() if measure else ()
         grads: Sequence[Tensor] = bucket.gradients() if measure else ()
@@ -332,6 +351,7 @@ class StepGradient:
                 )
         future = dist.all_reduce(buffer, group=self._group, async_op=True).get_future()
         if bucket.is_last():
+            self.sync.computed()
             votes = self._own_votes()
             if measure or votes or self.part.total is None:
                 self._send_ballot(buffer, votes)

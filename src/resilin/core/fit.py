@@ -1,0 +1,233 @@
+"""Learning the step time: from measured steps to a `ThroughputModel` that knows what it knows.
+
+The fit is the most probable model given measurements and weak beliefs. Errors are relative, so
+everything is in logarithms: residuals are log ratios, beliefs are log-normal. Where a placement
+was never seen, nothing is frozen: the belief answers, and the interval says how little is known.
+
+What keeps it honest:
+
+- Residuals follow a Student t, so a step that met a hiccup hardly counts.
+- Steps of one placement share its quirks (a slow link, an uneven split), so many of them count as
+  few, and the predicted interval is that of a placement not yet seen.
+- The spread of residuals is learned along, from a belief that a handful of points cannot erase.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from resilin.core import _validate
+from resilin.core._solver import Problem, Steps
+from resilin.core.throughput import PARAMETERS, Floats, SyncShape, ThroughputModel
+
+SHARED = 0.5
+"""Correlation among residuals of one placement: all its steps together count as 1 / SHARED."""
+STARTS = (1.2, 2.0, 5.0)
+"""Overlaps to start from: the one parameter in which there may be several optima."""
+NORMAL = 1.2
+"""Standard deviation of normal residuals over the scale of the Student t that fits them best."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """What was measured of steps that were alike, or of a single one."""
+
+    nodes: int
+    """Machines that the replicas were on."""
+    replicas: int
+    """Data-parallel members."""
+    local_bsz: float
+    """Samples of a micro-batch; the mean, if they were uneven."""
+    compute_seconds: float
+    """Seconds of one micro-batch, without any wait for the reduction."""
+    sync_seconds: float | None = None
+    """Seconds that the step waited for the reduction after backward; None if not measured."""
+    accumulation_steps: int = 1
+    """Micro-batches that each replica ran in the step."""
+    weight: float = 1.0
+    """How many measurements this one stands for; it may have decayed below 1."""
+
+    def __post_init__(self) -> None:
+        nodes = _validate.whole("nodes", self.nodes, at_least=1)
+        if _validate.whole("replicas", self.replicas, at_least=1) < nodes:
+            raise ValueError(f"replicas ({self.replicas}) must be at least nodes ({nodes})")
+        _validate.real("local_bsz", self.local_bsz, above=0)
+        _validate.real("compute_seconds", self.compute_seconds, above=0)
+        if self.sync_seconds is not None:
+            _validate.real("sync_seconds", self.sync_seconds, at_least=0)
+        _validate.whole("accumulation_steps", self.accumulation_steps, at_least=1)
+        _validate.real("weight", self.weight, at_least=0)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of the whole step; None if the wait was not measured."""
+        if self.sync_seconds is None:
+            return None
+        return self.accumulation_steps * self.compute_seconds + self.sync_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prior:
+    """What is believed before anything is measured: each a median, and its spread in logarithms.
+
+    Times are shares of a typical measured micro-batch, so the beliefs fit any hardware.
+    """
+
+    compute_start: tuple[float, float] = (0.3, 1.5)
+    """Share of a typical micro-batch that does not depend on its samples."""
+    compute_per_sample: tuple[float, float] = (0.7, 1.5)
+    """Share that does."""
+    local_sync: tuple[float, float] = (0.3, 1.5)
+    """Reduction between two replicas on one node, over a typical micro-batch."""
+    node_sync: tuple[float, float] = (1.0, 1.5)
+    """Reduction between two nodes, over a typical micro-batch."""
+    node_over_local: tuple[float, float] = (3.0, 1.0)
+    """Reduction between two nodes, over that within one."""
+    growth: tuple[float, float] = (0.01, 1.0)
+    """What each further replica adds, over the reduction between two."""
+    overlap: tuple[float, float] = (2.0, 0.5)
+    """Exponent of the overlap."""
+    ring: tuple[float, float] = (0.5, 0.5)
+    """Share of the reduction that is traffic."""
+    noise: float = 0.1
+    """Spread of the log of a step time around the model."""
+    noise_weight: float = 4.0
+    """How many measurements the belief in `noise` is worth."""
+
+    def __post_init__(self) -> None:
+        for name in ("noise", "noise_weight"):
+            _validate.real(name, getattr(self, name), above=0)
+        for field in fields(self)[:-2]:
+            for number in getattr(self, field.name):
+                _validate.real(f"median and spread of {field.name}", number, above=0)
+
+    def rows(self, seconds: float, local_bsz: float) -> tuple[Floats, Floats]:
+        """The beliefs as residuals `matrix @ log_parameters - centre`, each of unit spread."""
+        unit = dict(zip(PARAMETERS, np.eye(len(PARAMETERS)), strict=True))
+        beliefs = [
+            (unit["compute_start"], seconds, self.compute_start),
+            (unit["compute_per_sample"], seconds / local_bsz, self.compute_per_sample),
+            (unit["local_sync"], seconds, self.local_sync),
+            (unit["node_sync"], seconds, self.node_sync),
+            (unit["node_sync"] - unit["local_sync"], 1.0, self.node_over_local),
+            (unit["local_growth"] - unit["local_sync"], 1.0, self.growth),
+            (unit["node_growth"] - unit["node_sync"], 1.0, self.growth),
+            (unit["overlap"], 1.0, self.overlap),
+            (unit["ring"], 1.0, self.ring),
+        ]
+        matrix = np.array([row / spread for row, _, (_, spread) in beliefs])
+        centre = [math.log(scale * median) / spread for _, scale, (median, spread) in beliefs]
+        return matrix, np.array(centre)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fitted:
+    """A model, and how well it is known."""
+
+    model: ThroughputModel
+    """The most probable model."""
+    covariance: Floats
+    """Of the logs of the model's parameters, in the order of `PARAMETERS` (Laplace)."""
+    noise: float
+    """Spread of the log of a measured step time around the model."""
+    compute_noise: float
+    """The same for the time of a micro-batch."""
+
+    def spread(
+        self,
+        nodes: ArrayLike,
+        replicas: ArrayLike,
+        local_bsz: ArrayLike,
+        accumulation_steps: ArrayLike = 1,
+    ) -> Floats:
+        """Standard deviation of the log of a step time still to be measured, arrays broadcast.
+
+        Errors at one placement have a common part, which cancels where two batch sizes on that
+        placement are compared: then it overstates what is unknown.
+        """
+        parts = np.broadcast_arrays(nodes, replicas, local_bsz, accumulation_steps)
+        node, count, local, steps = (part.astype(np.float64).reshape(-1) for part in parts)
+        _, jacobian = Steps(SyncShape.of(node, count), local, steps - 1).predict(
+            np.log(np.maximum(self.model.parameters, 1e-300))[None]
+        )
+        slope = jacobian[0, :, len(node) :]
+        variance = (slope * (self.covariance @ slope)).sum(axis=0) + self.noise**2
+        return np.asarray(np.sqrt(variance).reshape(parts[0].shape))
+
+    def interval(
+        self,
+        nodes: ArrayLike,
+        replicas: ArrayLike,
+        local_bsz: ArrayLike,
+        accumulation_steps: ArrayLike = 1,
+        *,
+        level: float = 0.9,
+    ) -> tuple[Floats, Floats]:
+        """Bounds of a step time still to be measured that hold with probability `level`."""
+        if not 0 < _validate.real("level", level) < 1:
+            raise ValueError(f"level ({level}) must be between 0 and 1")
+        middle = self.model.step_seconds(nodes, replicas, local_bsz, accumulation_steps)
+        width = NormalDist().inv_cdf((1 + level) / 2)
+        ratio = np.exp(width * self.spread(nodes, replicas, local_bsz, accumulation_steps))
+        return middle / ratio, middle * ratio
+
+
+def fit(observations: Iterable[StepTime], prior: Prior | None = None) -> Fitted:
+    """The most probable model for these measurements. The same input gives the same output.
+
+    It takes no account of when a step was measured: give old ones less weight.
+
+    Args:
+        observations: At least one with a weight above 0, in any order.
+        prior: Beliefs where measurements are missing; None takes the defaults.
+
+    Raises:
+        ValueError: Nothing was measured.
+    """
+    seen = [step for step in observations if step.weight > 0]
+    if not seen:
+        raise ValueError("need at least one observation with a weight above 0, got none")
+    prior = prior or Prior()
+    nodes, replicas, local_bsz, num_steps, weight, compute = np.array(
+        [
+            (s.nodes, s.replicas, s.local_bsz, s.accumulation_steps, s.weight, s.compute_seconds)
+            for s in seen
+        ],
+        np.float64,
+    ).T
+    whole = [step.step_seconds for step in seen]
+    # What was not measured has no weight, so any number will do for it.
+    seconds = np.concatenate([compute, [1.0 if time is None else time for time in whole]])
+    weight = _effective(nodes, replicas, weight)
+    typical = np.exp(np.average(np.log([compute, local_bsz]), axis=1, weights=weight))
+    problem = Problem(
+        Steps(SyncShape.of(nodes, replicas), local_bsz, num_steps - 1),
+        np.log(seconds),
+        np.concatenate([weight, weight * [time is not None for time in whole]]),
+        *prior.rows(*typical.tolist()),
+        prior.noise**2,
+        prior.noise_weight,
+    )
+    start = np.linalg.lstsq(problem.matrix, problem.centre, rcond=None)[0]
+    starts = np.repeat(start[None], len(STARTS), axis=0)
+    starts[:, PARAMETERS.index("overlap")] = np.log(STARTS)
+    logs, spread, curvature = problem.solve(starts)
+    return Fitted(
+        ThroughputModel(**dict(zip(PARAMETERS, np.exp(logs).tolist(), strict=True))),
+        np.asarray(np.linalg.inv(curvature), np.float64),
+        noise=NORMAL * float(spread[1]),
+        compute_noise=NORMAL * float(spread[0]),
+    )
+
+
+def _effective(nodes: Floats, replicas: Floats, weight: Floats) -> Floats:
+    """Weights after the correlation within each placement is taken off."""
+    _, placement = np.unique(nodes + 1j * replicas, return_inverse=True)
+    total = np.bincount(placement, weight)[placement]
+    return weight / (1 + SHARED * np.maximum(total - 1, 0.0))

@@ -1,0 +1,211 @@
+"""The step-time profile: what is known of how long steps take, as one bounded value.
+
+A live job measures each step. Kept as they come, the measurements would grow without end, and a
+garbage collection or a neighbour's burst would count as much as a normal step. The profile keeps,
+for each way of running a step (its key: nodes, replicas, micro-batch, accumulation), the last few
+measurements, and answers with their medians: up to four hiccups among nine leave it where it was.
+
+Knowledge fades. With each step that is observed, all that was known before loses a little weight,
+so `fit` believes recent steps, and the tuner can tell what it should look at again. Where the
+median of the key in use jumps, conditions have changed for the other keys as well: then all of
+them fade at once. The clock of fading is steps, not seconds: a paused job forgets nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+from resilin.core import _validate
+from resilin.core.fit import StepTime
+
+WINDOW = 9
+"""Measurements kept per key, and the most that a key can weigh."""
+HALF_LIFE = 300.0
+"""Steps after which a measurement counts half."""
+JUMP = 0.1
+"""Change of the log of a key's median, from one step to the next, that ages all by a half-life."""
+MAX_KEYS = 256
+"""Ways of running a step that are remembered."""
+
+
+class Key(NamedTuple):
+    """One way of running a step."""
+
+    nodes: int
+    """Machines that the replicas are on."""
+    replicas: int
+    """Data-parallel members."""
+    local_bsz: float
+    """Samples of a micro-batch; the mean, if they are uneven."""
+    accumulation_steps: int
+    """Micro-batches that each replica runs in the step."""
+
+
+class Measured(NamedTuple):
+    """One measured step of a key."""
+
+    at: float
+    """The profile's clock when it was measured."""
+    compute_seconds: float
+    """Seconds of one micro-batch."""
+    sync_seconds: float | None
+    """Seconds of waiting for the reduction; None if not measured."""
+    weight: float
+    """How many steps it stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Step times seen so far. A value: `observe` and `merge` return the next one.
+
+    Examples:
+        >>> profile = StepProfile()
+        >>> for seconds in (0.1, 0.12, 9.0, 0.11, 0.1):
+        ...     step = StepTime(nodes=1, replicas=1, local_bsz=32, compute_seconds=seconds)
+        ...     profile = profile.observe(step)
+        >>> [(step.local_bsz, step.compute_seconds) for step in profile.observations()]
+        [(32.0, 0.11)]
+    """
+
+    clock: float = 0.0
+    """Steps observed in all, and what jumps have added to them."""
+    windows: Mapping[Key, tuple[Measured, ...]] = field(default_factory=dict, hash=False)
+    """The last measurements of each key, oldest first."""
+
+    def observe(self, time: StepTime) -> StepProfile:
+        """Adds one measured step; what was known before counts for a little less."""
+        key = Key(time.nodes, time.replicas, float(time.local_bsz), time.accumulation_steps)
+        before = self.windows.get(key, ())
+        now = self.clock + 1
+        new = Measured(now, time.compute_seconds, time.sync_seconds, time.weight)
+        after = (*before[1 - WINDOW :], new)
+        # Only a full window of late steps tells a jump from a first hiccup, or from old news.
+        if len(before) == WINDOW and now - before[0].at < HALF_LIFE:
+            shift = abs(math.log(_median_step(key, after) / _median_step(key, before)))
+            if shift > JUMP:
+                now += HALF_LIFE * shift / JUMP
+                after = (*after[:-1], new._replace(at=now))
+        windows = {**self.windows, key: after}
+        return StepProfile(now, _bounded(windows, now))
+
+    def observations(self) -> tuple[StepTime, ...]:
+        """What `fit` learns from: one entry per key, of medians and of what they still weigh."""
+        return tuple(
+            StepTime(
+                nodes=key.nodes,
+                replicas=key.replicas,
+                local_bsz=key.local_bsz,
+                accumulation_steps=key.accumulation_steps,
+                compute_seconds=median(item.compute_seconds for item in window),
+                sync_seconds=_median_wait(window),
+                weight=_weight(window, self.clock),
+            )
+            for key, window in self.windows.items()
+        )
+
+    def largest_batch(self, replicas: int) -> float:
+        """The largest global batch that was run with this many replicas; 0 if none was."""
+        sizes = (
+            key.replicas * key.local_bsz * key.accumulation_steps
+            for key in self.windows
+            if key.replicas == replicas
+        )
+        return max(sizes, default=0.0)
+
+    def merge(self, other: StepProfile) -> StepProfile:
+        """What both know, as of the later of their clocks; the order does not matter.
+
+        Ages are kept: what was measured three steps before the end of one profile is three steps
+        old in the merged one.
+        """
+        now = max(self.clock, other.clock)
+        windows: dict[Key, tuple[Measured, ...]] = {}
+        for profile in (self, other):
+            late = now - profile.clock
+            for key, window in profile.windows.items():
+                moved = (item._replace(at=item.at + late) for item in window)
+                windows[key] = (*windows.get(key, ()), *moved)
+        recent = {key: tuple(sorted(windows[key], key=_order)[-WINDOW:]) for key in sorted(windows)}
+        return StepProfile(now, _bounded(recent, now))
+
+    def state(self) -> dict[str, Any]:
+        """All of it, for a checkpoint; JSON-compatible."""
+        windows = [
+            {"key": list(key), "measured": [list(item) for item in window]}
+            for key, window in self.windows.items()
+        ]
+        return {"clock": self.clock, "windows": windows}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> StepProfile:
+        """Restores what `state` returned.
+
+        Raises:
+            ValueError: A number in it cannot be a measured step.
+        """
+        clock = _validate.real("clock", state["clock"], at_least=0)
+        windows = {}
+        for entry in state["windows"]:
+            nodes, replicas, local_bsz, accumulation_steps = entry["key"]
+            key = Key(int(nodes), int(replicas), float(local_bsz), int(accumulation_steps))
+            windows[key] = tuple(_read(key, item, clock) for item in entry["measured"])
+            if not 1 <= len(windows[key]) <= WINDOW:
+                raise ValueError(
+                    f"{key} has {len(windows[key])} measurements; it must have 1 to {WINDOW}"
+                )
+        return cls(clock, _bounded(windows, clock))
+
+
+def _read(key: Key, item: Iterable[Any], clock: float) -> Measured:
+    at, compute, sync, weight = item
+    if _validate.real("time of a measurement", at, at_least=0) > clock:
+        raise ValueError(f"time of a measurement ({at}) must be at most clock ({clock})")
+    # It is checked by what will be made of it.
+    checked = StepTime(
+        nodes=key.nodes,
+        replicas=key.replicas,
+        local_bsz=key.local_bsz,
+        accumulation_steps=key.accumulation_steps,
+        compute_seconds=compute,
+        sync_seconds=sync,
+        weight=weight,
+    )
+    return Measured(float(at), checked.compute_seconds, checked.sync_seconds, checked.weight)
+
+
+def _order(item: Measured) -> tuple[float, float, float, float]:
+    # A total order: which of two profiles a measurement came from must not matter.
+    wait = -1.0 if item.sync_seconds is None else item.sync_seconds
+    return (item.at, item.compute_seconds, wait, item.weight)
+
+
+def _median_wait(window: tuple[Measured, ...]) -> float | None:
+    waits = [item.sync_seconds for item in window if item.sync_seconds is not None]
+    return median(waits) if waits else None
+
+
+def _median_step(key: Key, window: tuple[Measured, ...]) -> float:
+    return median(
+        key.accumulation_steps * item.compute_seconds + (item.sync_seconds or 0.0)
+        for item in window
+    )
+
+
+def _weight(window: tuple[Measured, ...], now: float) -> float:
+    return math.fsum(item.weight * 0.5 ** ((now - item.at) / HALF_LIFE) for item in window)
+
+
+def _bounded(
+    windows: dict[Key, tuple[Measured, ...]], now: float
+) -> dict[Key, tuple[Measured, ...]]:
+    """The keys that weigh most, if there are too many."""
+    if len(windows) <= MAX_KEYS:
+        return windows
+    # Of equal ones the later stay: by age first, since weights vanish below what a float can hold.
+    rank = {key: (_weight(window, now), window[-1].at) for key, window in windows.items()}
+    keep = set(sorted(windows, key=rank.__getitem__)[-MAX_KEYS:])
+    return {key: window for key, window in windows.items() if key in keep}

@@ -1,0 +1,115 @@
+"""How large a micro-batch fits into this replica's memory: learned from real steps.
+
+Nothing is probed beside the training, so neither its state nor its random numbers are disturbed.
+Micro-batches begin small and at most double; what two sizes have taken says by a straight line what
+a larger one will take. On CUDA the allocator's peak is read, which waits for nothing; on the CPU
+the bytes that the forward pass keeps for backward stand for it, and the user gives the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from resilin.core import _validate
+
+SHARE = 0.9
+"""Part of a device's memory that micro-batches may take."""
+
+
+class Room:
+    """The largest micro-batch that this replica should run.
+
+    Args:
+        budget: Bytes that it may take; None takes `SHARE` of the CUDA device's memory.
+        start: Samples of the first micro-batch.
+
+    Raises:
+        ValueError: No budget, and no CUDA device that has one.
+    """
+
+    def __init__(self, budget: int | None, start: int) -> None:
+        if budget is None:
+            if not torch.cuda.is_available():
+                raise ValueError(
+                    "max_local_bsz='auto' without a CUDA device needs memory_budget=, in bytes: "
+                    "nothing else says how much memory a micro-batch may take"
+                )
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            budget = int(SHARE * total)
+        self.budget = _validate.whole("memory_budget", budget, at_least=1)
+        """Bytes that a micro-batch may take, with all else on a CUDA device."""
+        self._largest = max(1, start // 2)
+        self._seen: dict[int, int] = {}
+        self._ceiling: int | None = None
+
+    @property
+    def limit(self) -> int:
+        """The largest micro-batch to run now: at most twice the largest so far, if that fits."""
+        limit = 2 * self._largest
+        fits = self._fits()
+        if fits is not None:
+            limit = min(limit, fits)
+        if self._ceiling is not None:
+            limit = min(limit, self._ceiling)
+        return max(1, limit)
+
+    def _fits(self) -> int | None:
+        """By a straight line through the two largest sizes that were measured."""
+        if not self._seen:
+            return None
+        sizes = sorted(self._seen)
+        large = sizes[-1]
+        if len(sizes) == 1:
+            # Nothing is known of what does not grow: all of it may.
+            return max(large * self.budget // max(self._seen[large], 1), 1)
+        small = sizes[-2]
+        slope = (self._seen[large] - self._seen[small]) / (large - small)
+        if slope <= 0:
+            return None
+        return max(1, int(large + (self.budget - self._seen[large]) / slope))
+
+    def measured(self, size: int, num_bytes: int) -> None:
+        """What a micro-batch of this size has taken at its peak."""
+        self._largest = max(self._largest, size)
+        self._seen[size] = max(self._seen.get(size, 0), num_bytes)
+        for small in sorted(self._seen)[:-3]:
+            del self._seen[small]
+
+    def failed(self, size: int) -> int:
+        """A micro-batch of this size did not fit; returns the limit from now on."""
+        self._ceiling = max(1, size // 2)
+        self._seen = {seen: taken for seen, taken in self._seen.items() if seen <= self._ceiling}
+        self._largest = min(self._largest, self._ceiling)
+        return self.limit
+
+    @contextmanager
+    def measure(self, size: int) -> Iterator[None]:
+        """Surrounds a forward pass with `size` samples, and learns from it.
+
+        On CUDA the peak is that since the last forward pass began, so a backward pass counts for
+        the micro-batch before: of the same size, but for the first of a larger one.
+        """
+        if torch.cuda.is_available():
+            if self._running is not None:
+                self.measured(self._running, torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+            self._running = size
+            yield
+            return
+        taken: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            # By address: what several operations keep is there once. Not the whole storage: a
+            # micro-batch may be a view of a larger one.
+            taken[tensor.data_ptr()] = max(taken.get(tensor.data_ptr(), 0), tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        self.measured(size, sum(taken.values()))
+
+    _running: int | None = None

@@ -1,0 +1,115 @@
+"""Which global batch size comes next, and how it is split: what a loader asks before each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from resilin.core import _validate
+from resilin.core.clock import Clock, Reference, Schedule
+from resilin.core.plan import BatchBounds, BatchPlan
+from resilin.core.trace import BatchTrace
+from resilin.training.autoscale import Autoscaler
+from resilin.training.job import Job, current_job
+from resilin.training.room import Room
+
+BatchSize = int | Schedule[int] | BatchTrace | Callable[[Clock], int]
+"""A global batch size, or what it follows: a schedule, a trace, or a function of the clock."""
+
+
+class BatchSizes:
+    """The batch sizes of one loader: set by the user, or chosen by an autoscaler."""
+
+    def __init__(self, reference: Reference, bounds: BatchBounds, room: Room | None) -> None:
+        self._reference = reference
+        self._bounds = bounds
+        self._wanted: BatchSize = reference.batch_size
+        self._own_clock = Clock()
+        self.room = room
+        """What fits into the memory of this replica, if that is watched."""
+        self.autoscaler: Autoscaler | None = None
+        """What chooses the batch size, if anything does."""
+
+    def set(self, batch_size: BatchSize) -> None:
+        """The user chooses."""
+        if isinstance(batch_size, int):
+            _validate.whole("batch_size", batch_size, at_least=1)
+        self._wanted = batch_size
+        self._forget_autoscaler()
+
+    def autoscale(self, bounds: BatchBounds) -> None:
+        """The autoscaler chooses, within these bounds."""
+        batch_size = self._reference.batch_size
+        if bounds.max_batch_size is not None and bounds.max_batch_size < batch_size:
+            raise ValueError(
+                f"max_batch_size ({bounds.max_batch_size}) must be at least batch_size "
+                f"({batch_size})"
+            )
+        self._forget_autoscaler()
+        self._bounds = bounds
+        self.autoscaler = Autoscaler(current_job(), batch_size, bounds, self.room)
+
+    def _forget_autoscaler(self) -> None:
+        voters = current_job().voters
+        if self.autoscaler is not None and self.autoscaler in voters:
+            voters.remove(self.autoscaler)
+        self.autoscaler = None
+
+    def take_part(self, job: Job, name: str) -> None:
+        """The loader trains: its autoscaler has state, and a voice in the ballots."""
+        job.autoscaler = self.autoscaler
+        job.registry.remove(name)
+        if self.autoscaler is not None:
+            job.registry.add(name, self.autoscaler)
+            if self.autoscaler not in job.voters:
+                job.voters.append(self.autoscaler)
+
+    # The next step -------------------------------------------------------------------------
+
+    def now(self) -> int:
+        """The global batch size of the next step."""
+        if self.autoscaler is not None:
+            return self.autoscaler.batch_size
+        wanted, clock = self._wanted, self._clock()
+        if isinstance(wanted, int):
+            size = wanted
+        elif isinstance(wanted, BatchTrace):
+            size = wanted.at(clock.steps)
+        elif isinstance(wanted, Schedule):
+            size = wanted.now(clock, self._reference)
+        else:
+            size = wanted(clock)
+        return _validate.whole("the batch size", size, at_least=1)
+
+    def _clock(self) -> Clock:
+        # Without a model nobody commits steps, and the loader counts its own.
+        return self._own_clock if current_job().model is None else current_job().clock
+
+    def count_step(self, *, samples: int, scale: float, sample_steps: float) -> None:
+        """A step is over, and there is no model that would count it."""
+        self._own_clock = self._own_clock.advance(
+            samples=samples, scale=scale, gain=min(1.0, scale), sample_steps=sample_steps
+        )
+
+    def plan(self, samples: int, batch_size: int) -> BatchPlan:
+        """The split of a step, over the present replicas.
+
+        Args:
+            samples: Samples in the step.
+            batch_size: The global batch size; the remainder of an epoch has fewer samples.
+        """
+        replicas = current_job().engine.num_replicas
+        if samples == batch_size:
+            return self._bounds.plan(samples, replicas)
+        # The remainder of an epoch is what it is: no smallest size and no global limit apply.
+        upper = self._bounds.local_bsz_bounds[1] if self._bounds.local_bsz_bounds else None
+        return BatchPlan(samples, replicas, max_local_bsz=upper)
+
+    def begin_step(self, plan: BatchPlan, *, whole: bool) -> None:
+        """A step begins; one that is not whole says little about how long steps take."""
+        if self.autoscaler is not None:
+            self.autoscaler.begin_step(plan) if whole else self.autoscaler.pause()
+
+    def pause(self) -> None:
+        """An epoch is over: what comes now is no part of a step."""
+        if self.autoscaler is not None:
+            self.autoscaler.pause()

@@ -1,0 +1,76 @@
+"""Workers that are forked from a process with torch in it behave like any others."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import atexit, multiprocessing, os, sys
+from pathlib import Path
+import numpy as np
+import neighbour
+
+def child(number):
+    os._exit(number)
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    rank = os.environ["RANK"]
+    assert Path(__file__).name == "script.py"
+    assert sys.modules["__main__"].__dict__ is globals()
+    assert sys.argv[2:] == ["--lr", "0.1"]
+    (out / f"random-{rank}").write_text(str(np.random.rand()))
+    atexit.register((out / f"atexit-{rank}").touch)
+    process = multiprocessing.get_context("spawn").Process(target=child, args=(7,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 7
+    print("the torch of", rank, "was there:", neighbour.was_there)
+    sys.exit(0)
+"""
+NEIGHBOUR = "import sys; was_there = 'torch' in sys.modules"
+
+
+def resilin_run(*arguments):
+    command = [sys.executable, "-m", "resilin.cli", "run", "--warm", *map(str, arguments)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "RESILIN_MEMORY_DIR": "off"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+
+
+def test_a_script_runs_as_by_itself(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "neighbour.py").write_text(NEIGHBOUR)
+    done = resilin_run("--nproc", 2, tmp_path / "script.py", tmp_path, "--lr", "0.1")
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert f"the torch of {rank} was there: True" in done.stdout
+        assert (tmp_path / f"atexit-{rank}").exists()
+    assert (tmp_path / "random-0").read_text() != (tmp_path / "random-1").read_text()
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [("raise ValueError('wrong')", "ValueError: wrong"), ("import sys; sys.exit(3)", "code 3")],
+)
+def test_a_script_that_fails_says_so(tmp_path, body, told):
+    script = tmp_path / "script.py"
+    script.write_text(body)
+    done = resilin_run("--max-restarts", 0, script)
+    assert done.returncode == 1
+    assert told in done.stderr
+
+
+def test_what_does_not_go_with_it_is_an_error():
+    done = resilin_run("-m", "timeit")
+    assert done.returncode == 2
+    assert "--warm runs a Python script" in done.stderr
+
+
+def test_nothing_is_preloaded_that_does_not_exist():
+    from resilin.cli.warm import PRELOAD
+
+    code = f"import importlib; [importlib.import_module(name) for name in {PRELOAD!r}]"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parent)
