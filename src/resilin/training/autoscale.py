@@ -1,8 +1,8 @@
 """Choosing the batch size while training: what `autoscale_batch_size` sets up.
 
-Each replica says in the ballot how long its last step took. Replica 0 learns the step time from
-the means, asks the tuner now and then, and says its choice in a later ballot; all replicas take it
-up at the same step. Nothing has to come out the same on two machines but a sum.
+Each replica says in the ballot how long its last step took, and all learn from the means. Replica 0
+asks the tuner now and then, and says its choice in a later ballot; all replicas take it up at the
+same step. Nothing has to come out the same on two machines but a sum.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Autoscaler:
 
     @property
     def profile(self) -> StepProfile:
-        """What is known of step times; on replica 0."""
+        """What is known of step times; the same on all replicas."""
         return self._profile
 
     @property
@@ -184,7 +184,7 @@ class Autoscaler:
     # State ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The batch size, for checkpoints, and what replica 0 has learned."""
+        """The batch size and what was learned, for checkpoints; the same on all replicas."""
         return {
             "batch_size": self._wanted,
             "profile": self._profile.state(),

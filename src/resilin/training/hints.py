@@ -24,7 +24,7 @@ VERSION = 1
 
 
 def hints(max_replicas: int = 64) -> dict[str, Any]:
-    """What this job would make of other numbers of replicas. Ask replica 0: it has the step times.
+    """What this job would make of other numbers of replicas. Any replica can be asked.
 
     Args:
         max_replicas: Up to how many replicas the speedup is told, at powers of two.

@@ -96,7 +96,7 @@ class BatchChooser(Protocol):
 
     @property
     def profile(self) -> StepProfile:
-        """What is known of step times; on replica 0."""
+        """What is known of step times; the same on all replicas."""
         ...
 
 
