@@ -519,3 +519,12 @@ def test_what_is_in_the_way_is_not_followed(directory):
     keep(directory, state(1))
     assert victim.read_text() == "precious"
     check(directory, 1)
+
+
+def test_copies_leave_room_for_others(directory, monkeypatch):
+    monkeypatch.setattr(memory, "capacity", lambda _: 10_000_000)
+    copies = MemoryCopies(directory)
+    copies.keep(state(1, size=50_000), {}, place())
+    with pytest.raises(OSError, match="more than half of its 10000000 bytes"):
+        copies.keep(state(2, size=100_000), {}, place())
+    assert copies.versions() == [Version(0, 1)]

@@ -9,6 +9,8 @@ two per share, and say last of all that they are complete.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import mmap
 import os
@@ -28,6 +30,8 @@ from resilin.training.snapshot import Json, Snapshot, Version, shares
 
 FORMAT = 1
 """Version of the files. Others are passed over: their job runs another resilin."""
+SHARE = 0.5
+"""Part of the memory's file system that copies may take: data loaders live there, too."""
 _HEADER = struct.Struct("<8sQqqqQQI")
 _MAGIC = b"resilin\n"
 _DATA = 4096
@@ -268,6 +272,14 @@ class _Writer:
         # A new file: readers of the old one keep what they have, and disk full shows here and not
         # as a bus error when the memory is touched.
         self.path.unlink(missing_ok=True)
+        taken = _taken(self.path.parent)
+        total = capacity(self.path.parent)
+        if taken + size > SHARE * total:
+            raise OSError(
+                errno.ENOSPC,
+                f"copies of {taken + size} bytes would take more than half of its {total} bytes, "
+                "which data loaders and others need as well",
+            )
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             if hasattr(os, "posix_fallocate"):
@@ -285,6 +297,21 @@ class _Writer:
         # The memory is unmapped when the last view of it goes.
         self._views = {}
         self._memory = None
+
+
+def _taken(directory: Path) -> int:
+    """Bytes in the files of a directory, some of which may be removed meanwhile."""
+    total = 0
+    for file in directory.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total
+
+
+def capacity(directory: Path) -> int:
+    """Bytes that the file system of a directory has."""
+    status = os.statvfs(directory)
+    return status.f_blocks * status.f_frsize
 
 
 def _view(memory: Any, dtype: torch.dtype, shape: Any, offset: int) -> Tensor:

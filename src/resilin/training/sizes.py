@@ -106,8 +106,15 @@ class BatchSizes:
 
     def begin_step(self, plan: BatchPlan, *, whole: bool) -> None:
         """A step begins; one that is not whole says little about how long steps take."""
-        if self.autoscaler is not None:
-            self.autoscaler.begin_step(plan) if whole else self.autoscaler.pause()
+        if self.autoscaler is None:
+            return
+        if not whole:
+            self.autoscaler.pause()
+            return
+        if self.room is not None and self.room.limit < plan.batch_size:
+            # What will be run: micro-batches are no larger than what fits.
+            plan = BatchPlan(plan.global_batch_size, plan.replicas, max_local_bsz=self.room.limit)
+        self.autoscaler.begin_step(plan)
 
     def pause(self) -> None:
         """An epoch is over: what comes now is no part of a step."""
