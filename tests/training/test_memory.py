@@ -528,3 +528,13 @@ def test_copies_leave_room_for_others(directory, monkeypatch):
     with pytest.raises(OSError, match="more than half of its 10000000 bytes"):
         copies.keep(state(2, size=100_000), {}, place())
     assert copies.versions() == [Version(0, 1)]
+
+
+def test_a_replica_that_is_done_takes_only_its_own_away(directory):
+    first, second = MemoryCopies(directory), MemoryCopies(directory)
+    first.keep(state(1), {}, place(0, 2))
+    second.keep(state(1), {}, place(1, 2))
+    first.withdraw()
+    check(directory, 1)
+    second.withdraw()
+    assert list(directory.iterdir()) == []

@@ -202,6 +202,12 @@ class MemoryCopies:
         if before is None:
             self.close()
 
+    def withdraw(self) -> None:
+        """Removes what this replica has written; others may still need theirs."""
+        for writer in self._writers.values():
+            writer.path.unlink(missing_ok=True)
+        self.close()
+
     def close(self) -> None:
         """Lets go of the files; they stay."""
         for writer in self._writers.values():

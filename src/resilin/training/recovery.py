@@ -343,7 +343,7 @@ def _forget(memory: MemoryCopies) -> None:
     # A script that fails behind its training is started again, and needs what is there.
     if getattr(sys, "last_value", None) is not None:
         return
-    memory.forget()
+    memory.withdraw()
     if environment.MEMORY_DIR not in os.environ:
         # Nobody else has made it. Other replicas of the host may still have files in it.
         with contextlib.suppress(OSError):
