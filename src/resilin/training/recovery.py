@@ -328,6 +328,9 @@ class Recovery:
 
     def close(self) -> None:
         """Gives signals their handlers back and ends the watch. Copies in memory stay."""
+        if self._checkpoints is not None:
+            # As the end of a process would.
+            self._end_save()
         self._close_watch()
         self._engine.stop.close()
         if self._memory is not None:
