@@ -8,7 +8,7 @@ once. They also have its kind of store: with the one that torch 2.13 takes by de
 were seen to look for the dead ones, and to hang. Both train the same model with AdamW, 25 MB of
 state in the quick form and 300 MB in the full one. They take turns, each time in a job of its own.
 Ours is `resilin run --warm`, which forks workers from a process that has imported torch; `cold` is
-the same without, where new workers import all of torch, and resilin besides.
+the same without, where new workers import all of torch, and resilin besides; full form only.
 
 A recovery ends when all replicas have completed a step. It is split by the marks of the slowest
 replica: `launch` (to the first line of the new script: detection, rendezvous, process start),
@@ -274,16 +274,19 @@ def main() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with jobs(store) as measure:
         for fault, num in repeats.items():
-            taken: dict[str, list[Recovery]] = {"ours": [], "bare": [], "cold": []}
+            taken: dict[str, list[Recovery]] = {"ours": [], "bare": []}
+            if not args.quick:
+                taken["cold"] = []
             for turn in range(num):
                 for contender, recoveries in taken.items():
                     recoveries.append(measure(contender, fault, size, turn))
             found = {contender: summary(recoveries) for contender, recoveries in taken.items()}
             figures[fault.name] = found
             # Within each turn, because the machine may be busier in one than in another.
-            for contender, suffix in (("ours", ""), ("cold", "_cold")):
+            for contender in taken.keys() - {"bare"}:
                 pairs = zip(taken[contender], taken["bare"], strict=True)
                 ratio = statistics.median(mine.seconds / theirs.seconds for mine, theirs in pairs)
+                suffix = "" if contender == "ours" else f"_{contender}"
                 figures[f"ratio_{fault.name}{suffix}"] = round(ratio, 3)
         if not args.quick:
             default = measure("default", HOST, size, 0)
