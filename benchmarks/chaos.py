@@ -101,8 +101,10 @@ class Cluster:
     _read: dict[Path, int] = field(default_factory=dict)
     lines: list[dict[str, Any]] = field(default_factory=list)
 
-    def start_host(self) -> Host:
-        number = min(set(range(len(WORKERS))) - {host.number for host in self.hosts})
+    def start_host(self, number: int | None = None) -> Host:
+        """Starts an agent: on this host, which may have a memory already, or on any free one."""
+        if number is None:
+            number = min(set(range(len(WORKERS))) - {host.number for host in self.hosts})
         memory = Path("/dev/shm") / f"resilin-chaos-{os.getpid()}-{number}"
         command = [sys.executable, "-m", "resilin.cli", "run"]
         command += ["--nnodes", f"1:{len(WORKERS)}", "--nproc", str(WORKERS[number])]
@@ -257,7 +259,7 @@ class Faults:
         host.process.kill()
         host.process.wait()
         self.cluster.remove(host)
-        self.cluster.start_host()
+        self.cluster.start_host(host.number)
         return when
 
     def join(self) -> float | None:
