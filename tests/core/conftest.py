@@ -1,5 +1,9 @@
-from hypothesis import HealthCheck, settings
+import os
 
-# Examples are judged by what they return, not by how long a busy machine takes for them.
-settings.register_profile("resilin", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+from hypothesis import settings
+
+# A busy machine is no failure. Where the same tests run again, on other Pythons, fewer will do.
+settings.register_profile(
+    "resilin", deadline=None, max_examples=int(os.environ.get("EXAMPLES", 100))
+)
 settings.load_profile("resilin")
