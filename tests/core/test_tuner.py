@@ -44,7 +44,8 @@ def measure(model, bounds, nodes, replicas, batch_size, jitter=1.0):
         local_bsz=batch_size / replicas / plan.steps,
         accumulation_steps=plan.steps,
         compute_seconds=compute * jitter,
-        sync_seconds=(step - plan.steps * compute) * jitter,
+        # The difference of equal times may come out below 0 by rounding.
+        sync_seconds=max(0.0, step - plan.steps * compute) * jitter,
     )
 
 
@@ -263,7 +264,7 @@ def test_candidates_carry_measured_times_where_there_are_any():
     assert decision.batch_size < 256
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     st.floats(0.0, 6.0),
     st.sampled_from([(1, 1), (1, 3), (2, 8)]),
