@@ -25,12 +25,12 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from resilin.engine.stop import RESTART
+
 MAX_EARLY_FAILURES = 5
 """Generations that may fail early one after the other."""
 EARLY = 30.0
 """Seconds from the start of the workers within which a failure is early."""
-RESTART = os.EX_TEMPFAIL
-"""Exit code of a worker that wants to be started again, which is no failure of the script."""
 STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit codes of a worker that was told to stop, without and with a handler of its own."""
 MAX_LINES = 8

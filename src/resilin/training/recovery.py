@@ -86,7 +86,7 @@ class Recovery:
         self._save_time = time.monotonic()
         self._keep_seconds = 0.0
         self._boundary_time = time.monotonic()
-        self._step_seconds = math.inf
+        self._step_seconds = 0.0
         self._forgot = False
         self._counted: tuple[float, ...] = ()
         self._watch: Watch | None = None
@@ -159,8 +159,7 @@ class Recovery:
         """
         steps = self._job.clock.steps + ahead
         stop, save = float(self._engine.stop.asked), float(self._save_is_due(steps))
-        seconds = self._step_seconds if math.isfinite(self._step_seconds) else 0.0
-        return stop, save, self._keep_seconds, seconds
+        return stop, save, self._keep_seconds, self._step_seconds
 
     def counted(self, votes: tuple[float, ...]) -> None:
         """What all replicas have said in the ballot of the step that ends now."""
@@ -295,11 +294,16 @@ class Recovery:
         # Whoever copies into memory right now completes it first.
         self._memory_lock.acquire(timeout=10)
         logger.warning("replica %d ends: %s", self._engine.replica, reason)
-        if late and self._engine.replica == 0:
-            self._save_memory()
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(self._engine.stop.exit_code if self._engine.stop.asked else RESTART)
+        try:
+            if late and self._engine.replica == 0:
+                self._save_memory()
+        except Exception:
+            logger.exception("the memory copy was not saved")
+        finally:
+            # Whatever failed: nobody else ends a process whose main thread is stuck.
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(self._engine.stop.exit_code if self._engine.stop.asked else RESTART)
 
     def _save_memory(self) -> None:
         """Makes the newest memory copy a checkpoint, without any other replica."""

@@ -208,10 +208,15 @@ def shares(tensors: Mapping[str, Tensor], num: int) -> list[list[str]]:
 
     The largest goes first, to whoever has the least so far.
     """
+    return deal({name: tensor.nbytes for name, tensor in tensors.items()}, num)
+
+
+def deal(sizes: Mapping[str, int], num: int) -> list[list[str]]:
+    """The same for anything that has a size."""
     dealt: list[list[str]] = [[] for _ in range(num)]
     loads = [(0, owner) for owner in range(num)]
-    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         load, owner = loads[0]
-        heapq.heapreplace(loads, (load + tensors[name].nbytes, owner))
+        heapq.heapreplace(loads, (load + sizes[name], owner))
         dealt[owner].append(name)
     return dealt

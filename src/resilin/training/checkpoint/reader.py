@@ -7,7 +7,6 @@ all files were whole, and send each other what they have read.
 from __future__ import annotations
 
 import errno
-import heapq
 import io
 import zlib
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from resilin.training.checkpoint.commit import Commit, Entry
 from resilin.training.checkpoint.errors import CheckpointError, CorruptCheckpoint
 from resilin.training.checkpoint.peers import Peers
 from resilin.training.checkpoint.storage import Storage
+from resilin.training.snapshot import deal
 
 _BLOCK = 1 << 22
 """Bytes read at once where they are only summed up."""
@@ -34,7 +34,7 @@ def read(storage: Storage, commit: Commit, peers: Peers) -> dict[str, Tensor]:
         CorruptCheckpoint: A file is not what it was; on all replicas or on none.
         CheckpointError: Storage or a replica failed.
     """
-    readers = deal(commit, peers.num)
+    readers = deal({name: its.size for name, its in commit.files.items()}, peers.num)
     tensors: dict[str, Tensor] = {}
 
     def read_mine() -> str:
@@ -57,17 +57,6 @@ def read(storage: Storage, commit: Commit, peers: Peers) -> dict[str, Tensor]:
         if peers.num > 1:
             _send([tensors[name] for name in entries], source, peers)
     return {name: tensors[name] for name in commit.tensors}
-
-
-def deal(commit: Commit, num: int) -> list[list[str]]:
-    """Deals the files out to `num` readers, by size; every replica computes the same."""
-    dealt: list[list[str]] = [[] for _ in range(num)]
-    loads = [(0, reader) for reader in range(num)]
-    for name in sorted(commit.files, key=lambda name: (-commit.files[name].size, name)):
-        load, reader = loads[0]
-        heapq.heapreplace(loads, (load + commit.files[name].size, reader))
-        dealt[reader].append(name)
-    return dealt
 
 
 def read_file(storage: Storage, commit: Commit, file: str) -> dict[str, Tensor]:
