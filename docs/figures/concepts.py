@@ -5,7 +5,6 @@ Left: what a step is worth, for several noise scales. Right: what the named rule
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import matplotlib as mpl
@@ -15,6 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from picture import write
 
 from resilin.core.noise import Noise
 from resilin.core.rules import get_rule, group_factors
@@ -102,16 +102,5 @@ def draw() -> Figure:
     return figure
 
 
-def main() -> None:
-    """Writes the picture; the suffix of the path chooses the format."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=OUT, help="where to write it (%(default)s)")
-    out = parser.parse_args().out
-    # A fixed salt and no date: the same numbers give the same file, byte for byte.
-    mpl.rcParams.update({"svg.hashsalt": "resilin", "font.size": 10})
-    metadata = {"Date": None} if out.suffix == ".svg" else None
-    draw().savefig(out, facecolor="white", metadata=metadata, dpi=120)
-
-
 if __name__ == "__main__":
-    main()
+    write(draw, __doc__, OUT)

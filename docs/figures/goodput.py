@@ -6,7 +6,6 @@ The job is made up, in the size of a small image classifier: on one replica, and
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import matplotlib as mpl
@@ -16,6 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from picture import write
 
 from resilin.core.goodput import best_plan
 from resilin.core.noise import Noise
@@ -92,16 +92,5 @@ def draw() -> Figure:
     return figure
 
 
-def main() -> None:
-    """Writes the picture; the suffix of the path chooses the format."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=OUT, help="where to write it (%(default)s)")
-    out = parser.parse_args().out
-    # A fixed salt and no date: the same numbers give the same file, byte for byte.
-    mpl.rcParams.update({"svg.hashsalt": "resilin", "font.size": 10})
-    metadata = {"Date": None} if out.suffix == ".svg" else None
-    draw().savefig(out, facecolor="white", metadata=metadata, dpi=120)
-
-
 if __name__ == "__main__":
-    main()
+    write(draw, __doc__, OUT)
