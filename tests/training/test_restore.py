@@ -1,0 +1,67 @@
+"""Who has the newest state, and how the others get it."""
+
+import logging
+
+import pytest
+import torch
+
+from resilin.training.job import current_job
+from resilin.training.memory import MemoryCopies, Place
+from resilin.training.restore import newest_state
+from resilin.training.snapshot import Snapshot, Version
+from tests.replicas import replica
+
+SUM = {"sums/start/0": {"samples": 3.0}}
+
+
+def state(step, generation=0, replicas=2):
+    tensors = {
+        "model.weight": torch.full((5,), float(step)),
+        "model.half": torch.ones(3).bfloat16(),
+    }
+    return Snapshot(Version(generation, step), {"job": {"replicas": replicas}}, tensors)
+
+
+def keep(copies, snapshot, sums, who, num_local=1, local=0, host=None):
+    place = Place(who if host is None else host, local, num_local, who)
+    copies.keep(snapshot, sums, place)
+
+
+@pytest.mark.world_size(2)
+def test_a_host_without_a_copy_gets_it_from_one_that_has_it(tmp_path, caplog):
+    copies = MemoryCopies(tmp_path / "memory")
+    if replica() == 1:
+        keep(copies, state(7), SUM, who=1)
+    caplog.set_level(logging.WARNING, "resilin")
+    snapshot, source = newest_state(current_job().engine, copies, None)
+    assert (snapshot.version, source) == (Version(0, 7), "memory")
+    assert torch.equal(snapshot.tensors["model.weight"], torch.full((5,), 7.0))
+    assert snapshot.tensors["model.half"].dtype == torch.bfloat16
+    # The sums of replica 0 went with its host: the rest goes on, and it is said.
+    assert snapshot.tree["sums/start/0"] == {"samples": 3.0}
+    assert ("Accumulators go on without" in caplog.text) == (replica() == 0)
+
+
+def test_sums_of_all_replicas_are_worth_one_step_that_not_all_have_ended(tmp_path):
+    first, second = MemoryCopies(tmp_path), MemoryCopies(tmp_path)
+    for step in (4, 5):
+        keep(first, state(step), SUM, who=0, num_local=2, local=0, host=0)
+    keep(second, state(4), SUM, who=1, num_local=2, local=1, host=0)
+    snapshot, _ = newest_state(current_job().engine, first, None)
+    assert snapshot.version.step == 4
+    assert snapshot.tree["sums/start/0"] == {"samples": 6.0}
+
+
+def test_without_sums_the_newest_step_is_taken(tmp_path):
+    first, second = MemoryCopies(tmp_path), MemoryCopies(tmp_path)
+    for step in (4, 5):
+        keep(first, state(step), {}, who=0, num_local=2, local=0, host=0)
+    keep(second, state(4), {}, who=1, num_local=2, local=1, host=0)
+    assert newest_state(current_job().engine, first, None)[0].version.step == 5
+
+
+def test_whole_sums_of_an_earlier_generation_are_not_worth_going_back(tmp_path):
+    old, new = MemoryCopies(tmp_path), MemoryCopies(tmp_path)
+    keep(old, state(90, generation=1, replicas=1), SUM, who=0)
+    keep(new, state(50, generation=2), SUM, who=0)
+    assert newest_state(current_job().engine, new, None)[0].version == Version(2, 50)
