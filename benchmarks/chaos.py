@@ -117,7 +117,12 @@ class Cluster:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "RESILIN_RUN_DIR": str(self.folder / "events"),
+                },
             )
         host = Host(number, memory, process)
         self.hosts.append(host)

@@ -1,12 +1,15 @@
 """What the elastic step costs: CPU time per optimizer step, over that of plain DDP.
 
-    python benchmarks/overhead.py [--quick] [--check] [--peers]
+    python benchmarks/overhead.py [--quick] [--check] [--peers | --telemetry]
 
 Two models (an MLP of 4 x 1024, and 64 layers of 128) on 1 and 2 processes. One process accumulates
 two micro-batches per step, two processes run one each. Plain DDP and resilin take turns in one run,
 on the same batches; the ratio is taken within each turn, and its median is reported. `every` has
 statistics in each step, `auto` as often as their default budget allows. With `--peers`, FairScale's
 AdaScale takes turns too, if it is installed.
+
+With `--telemetry` the two contenders are resilin without and with an event log, where the loss of
+each step is recorded in both; the ratio is that of the second to the first.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import argparse
 import os
 import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import resilin
 from resilin.training import job as job_module
+from resilin.training.boundaries import begin_step
 from resilin.training.job import MicroBatch
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -43,7 +49,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 WIDTH = {"mlp": 1024, "deep": 128}
 LOCAL_BATCH = 64
-LIMITS = {"every": 1.10, "auto": 1.03}
+LIMITS = {"every": 1.10, "auto": 1.03, "events": 1.01}
 
 Batch = list[tuple[Tensor, Tensor]]
 Step = Callable[[Batch], None]
@@ -69,9 +75,11 @@ def plain(name: str) -> Step:
     return step
 
 
-def ours(name: str, stats_every: Any) -> Step:
+def ours(
+    name: str, stats_every: Any, *, records: bool = False, events_dir: Path | None = None
+) -> Step:
     # A job beside the others: reset_job() would take the gates of the other contenders off.
-    job = job_module._current = job_module.Job()
+    job = job_module._current = job_module.Job(events_dir=events_dir)
     model, optimizer = make(name)
     adaptive = resilin.AdaptiveDataParallel(
         model, optimizer, stats_every=stats_every, batch_size=LOCAL_BATCH
@@ -80,6 +88,8 @@ def ours(name: str, stats_every: Any) -> Step:
     def step(batch: Batch) -> None:
         # What an AdaptiveDataLoader says; the cost of loading is not the subject here.
         total = LOCAL_BATCH * len(batch) * dist.get_world_size()
+        job_module._current = job
+        begin_step(job)
         for index, (x, y) in enumerate(batch):
             job.micro_batch = MicroBatch(
                 index=index,
@@ -90,9 +100,12 @@ def ours(name: str, stats_every: Any) -> Step:
                 scale=total / LOCAL_BATCH,
                 sample_steps=total / LOCAL_BATCH,
             )
-            F.cross_entropy(adaptive(x), y).backward()
+            loss = F.cross_entropy(adaptive(x), y)
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            if records:
+                resilin.record(loss=loss)
 
     return step
 
@@ -120,16 +133,25 @@ def measure(rank: int, world: int, port: int, args: argparse.Namespace, results:
     dist.init_process_group("gloo", rank=rank, world_size=world)
     num_micro_batches = 2 if world == 1 else 1
     turns, steps = (12, 5) if args.quick else (60, 10)
+    if args.telemetry:
+        turns, steps = (5 * turns, 2)  # a small difference needs many short turns
+    events_dir = Path(args.folder) / f"{world}"
     for name in MODELS:
         generator = torch.Generator().manual_seed(rank)
         x = torch.randn(LOCAL_BATCH, WIDTH[name], generator=generator)
         y = torch.randint(0, 10, (LOCAL_BATCH,), generator=generator)
         batch = [(x, y)] * num_micro_batches
-        contenders = {
-            "plain": plain(name),
-            "every": ours(name, 1),
-            "auto": ours(name, "auto"),
-        }
+        if args.telemetry:
+            contenders = {
+                "plain": ours(name, "auto", records=True),
+                "events": ours(name, "auto", records=True, events_dir=events_dir / name),
+            }
+        else:
+            contenders = {
+                "plain": plain(name),
+                "every": ours(name, 1),
+                "auto": ours(name, "auto"),
+            }
         if args.peers:
             contenders["fairscale"] = fairscale(name, num_micro_batches)
         for step in contenders.values():
@@ -166,15 +188,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smaller form, about a minute")
     parser.add_argument("--check", action="store_true", help="exit 1 if a figure misses its limit")
-    parser.add_argument("--peers", action="store_true", help="measure FairScale beside us")
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument("--peers", action="store_true", help="measure FairScale beside us")
+    others.add_argument("--telemetry", action="store_true", help="measure what events cost")
     args = parser.parse_args()
-    with mp.Manager() as manager:
+    os.environ.pop("RESILIN_RUN_DIR", None)
+    with mp.Manager() as manager, tempfile.TemporaryDirectory() as args.folder:
         results = manager.dict()
         for world in (1, 2):
             mp.spawn(measure, (world, free_port(), args, results), nprocs=world)
         figures = dict(results)
     limits = {key: LIMITS[key.rsplit("_", 1)[-1]] for key in figures if key.endswith(tuple(LIMITS))}
-    finish("overhead", figures, limits, check=args.check)
+    finish("telemetry" if args.telemetry else "overhead", figures, limits, check=args.check)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,12 @@ class Job:
 
     def start(self) -> None:
         (self.folder / "diaries").mkdir(parents=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "RESILIN_RUN_DIR": str(self.folder / "events"),
+        }
         if self.contender != "default":
             environment[OWN_STORE] = "1"
         for number in range(self.fault.num_agents):

@@ -30,6 +30,8 @@ MARKER = (
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MARKER)
+    # Jobs write down what happens where a test asks for it, and nowhere else.
+    os.environ.setdefault("RESILIN_RUN_DIR", "off")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from resilin.core.trace import BatchTrace, CapacityTrace
     from resilin.engine.group import init_process_group
     from resilin.training.accumulator import Accumulator
+    from resilin.training.bar import progress_bar
     from resilin.training.epochs import remaining_epochs_until
     from resilin.training.hints import hints
     from resilin.training.job import current_job, reset_job
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from resilin.training.optimizer import accumulate
     from resilin.training.parallel import AdaptiveDataParallel
     from resilin.training.planning import plan
+    from resilin.training.watching import events_to, listen, record
 
 __version__ = "0.1.0.dev0"
 
@@ -39,9 +41,13 @@ _HOMES = {
     "accumulate": "resilin.training.optimizer",
     "checkpoint_to": "resilin.training.keeping",
     "current_job": "resilin.training.job",
+    "events_to": "resilin.training.watching",
     "hints": "resilin.training.hints",
     "init_process_group": "resilin.engine.group",
+    "listen": "resilin.training.watching",
     "plan": "resilin.training.planning",
+    "progress_bar": "resilin.training.bar",
+    "record": "resilin.training.watching",
     "register": "resilin.training.keeping",
     "remaining_epochs_until": "resilin.training.epochs",
     "reset_job": "resilin.training.job",
@@ -62,9 +68,13 @@ __all__ = [
     "accumulate",
     "checkpoint_to",
     "current_job",
+    "events_to",
     "hints",
     "init_process_group",
+    "listen",
     "plan",
+    "progress_bar",
+    "record",
     "register",
     "remaining_epochs_until",
     "reset_job",

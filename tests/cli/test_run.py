@@ -15,7 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from resilin.cli import run
+from resilin.core.events import FaultEvent
 from resilin.engine import environment
+from resilin.telemetry.read import read_events
 
 TIMEOUT = 60
 WORKER = """
@@ -46,7 +48,8 @@ def job(tmp_path):
         agents.append(
             subprocess.Popen(
                 [*command, script, tmp_path / "out", *arguments],
-                env={**clean_environment(), **env},
+                cwd=tmp_path,
+                env={**clean_environment(), environment.RUN_DIR: "off", **env},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -110,6 +113,7 @@ if restarts == "0":
 """
     options = ["--nproc", "2", "--memory-dir", tmp_path / "memory", "--rdzv-id", "job7"]
     options += ["--checkpoint-dir", "s3://bucket/job", "--checkpoint-every", "10min"]
+    options += ["--run-dir", "run"]
     agent = job(code, *options, arguments=["--lr", "0.1"])
     status, lines = ends(agent)
     assert status == 0, lines
@@ -118,10 +122,11 @@ if restarts == "0":
     )
     dead = worker.name.rpartition("-")[2]
     said = [line.removeprefix("resilin: ") for line in lines]
-    assert said[0].endswith("starts 2 workers in job job7")
-    assert said[1] == "2 replicas on 1 agent, rank 0-1 here"
-    assert said[2].startswith(f"rank 1 (process {dead}) was killed by SIGKILL after ")
-    assert said[3:] == [
+    assert said[0] == "events go to run; watch it: resilin top run"
+    assert said[1].endswith("starts 2 workers in job job7")
+    assert said[2] == "2 replicas on 1 agent, rank 0-1 here"
+    assert said[3].startswith(f"rank 1 (process {dead}) was killed by SIGKILL after ")
+    assert said[4:] == [
         f"restarting the workers (restart 1 of {run.MAX_RESTARTS})",
         "2 replicas on 1 agent, rank 0-1 here",
         "finished after 1 restart",
@@ -137,7 +142,13 @@ if restarts == "0":
         assert start[environment.LOG] == "INFO"
         assert start["OMP_NUM_THREADS"] == "1"
         assert start[run.OWN_STORE] == "1"
+        assert start[environment.RUN_DIR] == str(tmp_path / "run")
     assert list((tmp_path / "memory").iterdir()) == []
+    # The agent writes it down, too: a worker that is killed cannot.
+    (fault,) = read_events(tmp_path / "run")
+    assert isinstance(fault, FaultEvent)
+    assert (fault.kind, fault.replica) == ("worker_lost", 1)
+    assert fault.detail == f"rank 1 (process {dead}) was killed by SIGKILL"
 
 
 def test_a_job_that_fails_keeps_its_state_in_memory_and_says_where(tmp_path, job):

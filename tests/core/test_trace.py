@@ -6,12 +6,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from resilin.core.trace import BatchTrace, CapacityTrace, TraceError
+from resilin.core.trace import TRACE_ENDS, BatchTrace, CapacityTrace, TraceError, parse_trace
 
 DATA = Path(os.environ.get("RESILIN_DATA", Path(__file__).parents[3] / "shared" / "data"))
 needs_data = pytest.mark.skipif(
     not (DATA / "capacity").is_dir(), reason=f"the public traces are not at {DATA}"
 )
+# Files come from anywhere: over 10,000 examples of them are read, where others get 100.
+FUZZ = settings().max_examples
 
 
 @st.composite
@@ -73,7 +75,11 @@ def test_the_end_is_chosen_by_name():
         ("step,batchsize\n0,8.5\n", r"line 2: batchsize \('8.5'\) is not a whole number"),
         ("step,batchsize\n0,1_0\n", r"line 2: batchsize \('1_0'\) is not a whole number"),
         ("step,batchsize\n1,8\n", r"line 2: the first step \(1\) must be 0"),
-        ("step,batchsize\n0,8\n0,8\n", "line 3: step 0 must come after step 0"),
+        ("step,batchsize\n0,8\n2,8\n2,8\n", "line 4: step 2 must come after step 2$"),
+        (
+            "step,batchsize\n0,8\n0,8\n",
+            "line 3: step 0 must come after step 0; restarts='append' counts on",
+        ),
         ('step,batchsize\n0,"8\n', "line 2"),
     ],
 )
@@ -98,25 +104,196 @@ def test_capacity_errors_name_source_and_line(text, message):
         CapacityTrace.parse(text, source="t.csv")
 
 
-@settings(max_examples=500)
-@given(
-    st.text()
-    | st.lists(st.text("0123456789,.-+einfa_\"' \n"), max_size=6).map(
-        lambda rows: "step,batchsize\n" + "\n".join(rows)
-    )
-    | st.lists(st.text("0123456789,.-+einfa_\"' \n"), max_size=6).map(
-        lambda rows: "time,replicas\n" + "\n".join(rows)
-    )
-)
-@example("time,replicas\n-1e308,1\n1e308,1\n")
-@example("time,replicas\n1e16,1\n10000000000000000.5,1\n")
-def test_whatever_is_in_the_file_only_the_documented_error_comes_out(text):
-    for kind in (BatchTrace, CapacityTrace):
+def test_where_steps_begin_again_the_reader_can_count_on():
+    text = "step,batchsize\n0,8\n3,16\n0,32\n2,64\n0,4\n"
+    trace = BatchTrace.parse(text, restarts="append")
+    assert trace == BatchTrace((0, 3, 4, 6, 7), (8, 16, 32, 64, 4))
+    for faulty, message in [
+        ("0,8\n3,8\n1,8\n", "line 4: step 1 must come after step 3$"),
+        ("0,8\n3,8\n0,8\n5,8\n5,8\n", "line 6: step 5 must come after step 5$"),
+        ("0,8\n1,8\n0,8\n999999999999999999,8\n", "line 5: .* at most 18 digits"),
+        ("2,8\n0,8\n", r"line 2: the first step \(2\) must be 0"),
+    ]:
+        with pytest.raises(TraceError, match=message):
+            BatchTrace.parse("step,batchsize\n" + faulty, restarts="append")
+    with pytest.raises(ValueError, match=r"restarts \('skip'\) must be one of error, append"):
+        BatchTrace.parse(text, restarts="skip")
+
+
+@given(st.lists(batch_traces(), min_size=1, max_size=4))
+def test_parts_that_are_joined_read_as_one_after_the_other(parts):
+    lines = [line for part in parts for line in part.format().splitlines()[1:]]
+    joined = BatchTrace.parse(["step,batchsize", *lines], restarts="append")
+    assert joined.num_steps == sum(part.num_steps for part in parts)
+    first = 0
+    for part in parts:
+        for step in {*part.starts, *(start - 1 for start in part.starts if start)}:
+            assert joined.at(first + step) == part.at(step)
+        first += part.num_steps
+
+
+def test_the_header_tells_the_kind():
+    assert parse_trace("\nstep,batchsize\n0,8\n") == BatchTrace((0,), (8,))
+    assert parse_trace(['"Time ",GPUs', "5,8"], end="repeat") == CapacityTrace((0,), (8,), "repeat")
+    assert parse_trace("step,batchsize\n0,8\n0,4", restarts="append").sizes == (8, 4)
+    with pytest.raises(TraceError, match=r"t.csv, line 1: .* expected 'step,batchsize' or 'time,"):
+        parse_trace("when,what\n0,1\n", source="t.csv")
+    with pytest.raises(TraceError, match=r"t.csv: empty"):
+        parse_trace("\n\n", source="t.csv")
+
+
+def read_every_way(text):
+    """Whatever is read can be written and read again, and converted or refused by name."""
+    for restarts in ("error", "append"):
         try:
-            trace = kind.parse(text)
+            trace = BatchTrace.parse(text, restarts=restarts)
         except TraceError:
             continue
-        assert kind.parse(trace.format()) == trace
+        assert BatchTrace.parse(trace.format()) == trace
+    try:
+        trace = CapacityTrace.parse(text)
+    except TraceError:
+        return
+    assert CapacityTrace.parse(trace.format()) == trace
+    assert trace.simplified().duration == trace.duration
+    for end in TRACE_ENDS:
+        for local_bsz, step_seconds, max_replicas in [(8, 0.3, None), (10**17, 1e-9, 3)]:
+            try:
+                batches = trace.batches(
+                    local_bsz, step_seconds=step_seconds, max_replicas=max_replicas, end=end
+                )
+            except TraceError:
+                continue
+            assert BatchTrace.parse(batches.format(), end=end) == batches
+
+
+@settings(max_examples=55 * FUZZ)
+@given(st.text(max_size=40) | st.binary(max_size=40).map(lambda raw: raw.decode("latin-1")))
+def test_whatever_is_in_the_file_only_the_documented_error_comes_out(text):
+    read_every_way(text)
+
+
+@settings(max_examples=30 * FUZZ)
+@given(
+    st.sampled_from(["step,batchsize", "time,replicas", ",Time,GPUs"]),
+    st.text('0123456789,.-+e_"\n'),
+)
+@example("time,replicas", "-1e308,1\n1e308,1")
+@example("time,replicas", "1e16,1\n10000000000000000.5,1")
+@example("time,replicas", "-1e11,1\n1e-8,1\n2e-8,1")
+def test_whatever_is_below_the_header_only_the_documented_error_comes_out(header, below):
+    read_every_way(f"{header}\n{below}")
+
+
+WRITTEN = [
+    BatchTrace((0, 2, 9), (64, 96, 32)).format(),
+    BatchTrace((0, 2, 9), (64, 96, 32)).format() + "0,7\n1,9\n",
+    CapacityTrace((0.0, 0.25, 60.0, 1e6), (4, 0, 8, 3)).format(),
+    ",Time,GPUs\n0,1652434464.4,56\n1,1652434527.4,0\n2,1652434590.4,8\n",
+]
+EDITS = st.tuples(
+    st.integers(0, 80), st.integers(0, 3), st.text('0123456789,.-+eE_"\n\0x', max_size=3)
+)
+
+
+@settings(max_examples=16 * FUZZ)
+@given(st.sampled_from(WRITTEN), st.lists(EDITS, min_size=1, max_size=2))
+def test_whatever_a_good_file_is_changed_into_only_the_documented_error_comes_out(text, edits):
+    for place, length, new in edits:
+        text = text[:place] + new + text[place + length :]
+    read_every_way(text)
+
+
+def steps_one_by_one(trace, local_bsz, step_seconds):
+    """What `batches` says, by walking through the trace; for times that floats hold exactly."""
+    sizes, time = [], 0.0
+    limit = trace.duration if trace.duration else 1e-9
+    while time < limit or (trace.end == "error" and time == trace.duration):
+        if trace.at(time):
+            sizes.append(trace.at(time) * local_bsz)
+            time += step_seconds
+        else:
+            time = min((t for t in trace.times if t > time), default=np.inf)
+    if trace.end == "hold" and trace.duration and trace.replicas[-1]:
+        sizes.append(trace.replicas[-1] * local_bsz)
+    return sizes
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), max_size=12),
+    st.integers(0, 3),
+    st.sampled_from([0.25, 0.5, 1.0, 2.75, 100.0]),
+    st.sampled_from(TRACE_ENDS),
+)
+@example([(4, 1)], 0, 0.25, "error")
+@example([(3, 2)], 0, 0.25, "repeat")
+@example([], 2, 0.25, "repeat")
+def test_batches_of_a_capacity_trace_are_those_of_a_walk_through_it(gaps, first, seconds, end):
+    times = np.cumsum([0.0, *(gap / 4 for gap, _ in gaps)]).tolist()
+    trace = CapacityTrace(tuple(times), (first, *(count for _, count in gaps)), end)
+    expected = steps_one_by_one(trace, 8, seconds)
+    if not expected:
+        with pytest.raises(TraceError, match="no step can begin"):
+            trace.batches(8, step_seconds=seconds)
+        return
+    batches = trace.batches(8, step_seconds=seconds)
+    assert batches.end == end
+    assert [batches.at(step) for step in range(batches.num_steps)] == expected
+
+
+def test_steps_that_fall_on_a_change_see_it_in_spite_of_rounding():
+    # 1.1 / 0.1 is a little more than 11.
+    trace = CapacityTrace((0.0, 1.1, 2.0), (2, 3, 3), "repeat")
+    assert trace.batches(1, step_seconds=0.1) == BatchTrace((0, 11, 19), (2, 3, 3), "repeat")
+
+
+def test_a_million_steps_of_batches_are_a_few_lines():
+    trace = CapacityTrace((0.0, 1e6, 2e6, 3e6), (4, 0, 8, 8))
+    batches = trace.batches(32, step_seconds=1.0)
+    assert batches == BatchTrace((0, 10**6, 2 * 10**6), (128, 256, 256))
+    with pytest.raises(TraceError, match="more than 1e\\+18 steps"):
+        trace.batches(32, step_seconds=1e-300)
+    with pytest.raises(TraceError, match="at most 18 digits"):
+        trace.batches(10**18, step_seconds=1.0)
+
+
+@pytest.mark.parametrize("end", TRACE_ENDS)
+def test_without_any_replicas_there_are_no_batches(end):
+    with pytest.raises(TraceError, match=f"no replicas at any time .*100 seconds, then '{end}'"):
+        CapacityTrace((0.0, 100.0), (0, 0)).batches(8, step_seconds=1.0, end=end)
+
+
+def test_a_trace_that_ends_with_none_holds_its_last_batch():
+    trace = CapacityTrace((0.0, 10.0, 20.0), (2, 4, 0))
+    assert trace.batches(8, step_seconds=5.0) == BatchTrace((0, 2, 3), (16, 32, 32))
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=20), st.integers(1, 100))
+def test_a_scaled_trace_keeps_its_peak_and_its_zeros(counts, max_replicas):
+    trace = CapacityTrace(tuple(map(float, range(len(counts)))), tuple(counts))
+    scaled = trace.scaled(max_replicas)
+    assert max(scaled.replicas) == min(max(counts), max_replicas)
+    for count, fewer in zip(counts, scaled.replicas, strict=True):
+        assert (count == 0) == (fewer == 0)
+        if max(counts) > max_replicas:
+            assert fewer - 1 < count * max_replicas / max(counts) <= fewer
+    if max(counts):
+        few = trace.batches(8, step_seconds=0.5, max_replicas=max_replicas)
+        assert few == scaled.batches(8, step_seconds=0.5)
+
+
+def test_time_can_be_compressed_and_idle_lines_dropped():
+    trace = CapacityTrace((0.0, 60.0, 120.0, 180.0, 240.0), (2, 2, 3, 3, 3), "repeat")
+    fast = trace.compressed(60)
+    assert fast == CapacityTrace((0.0, 1.0, 2.0, 3.0, 4.0), (2, 2, 3, 3, 3), "repeat")
+    assert fast.simplified() == CapacityTrace((0.0, 2.0, 4.0), (2, 3, 3), "repeat")
+    assert CapacityTrace((0.0,), (2,)).simplified() == CapacityTrace((0.0,), (2,))
+    for speed in (0, -1, float("inf")):
+        with pytest.raises(ValueError, match="speed"):
+            trace.compressed(speed)
+    with pytest.raises(TraceError, match="at most 1e\\+12"):
+        trace.compressed(1e-12)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +309,10 @@ def test_whatever_is_in_the_file_only_the_documented_error_comes_out(text):
         (lambda: BatchTrace.constant(8, 3).at(-1), r"step \(-1\)"),
         (lambda: BatchTrace.random_walk((9, 8), 5, seed=0), r"upper bound \(8\)"),
         (lambda: CapacityTrace.spot(2, 10, seed=0, min_replicas=3), r"max_replicas \(2\)"),
+        (lambda: CapacityTrace.spot(2, 1e9, seed=0, mean_hold=1e-3), r"duration \(1e\+09\)"),
+        (lambda: CapacityTrace((0.0, 2e12), (1, 1)), r"last time \(2.*\) must be at most 1e\+12"),
+        (lambda: CapacityTrace((0.0,), (10**18,)), "at most 18 digits"),
+        (lambda: CapacityTrace((0.0,), (1,)).scaled(0), r"max_replicas \(0\)"),
     ],
 )
 def test_what_cannot_be_built_says_why(make, message):
@@ -186,8 +367,16 @@ def test_the_public_traces_read():
     assert a100.duration / 3600 == pytest.approx(3.7, abs=0.1)
     assert tpus.duration / 3600 == pytest.approx(16, abs=0.5)
     # The public batch-size file counts 0 to 9 and then starts again: a fault, and named as such.
-    with pytest.raises(TraceError, match="line 12: step 0 must come after step 9"):
+    with pytest.raises(
+        TraceError, match="line 12: step 0 must come after step 9; restarts='append'"
+    ):
         BatchTrace.parse(read["batchsize_mnist.csv"])
-    rest = "step,batchsize\n" + read["batchsize_mnist.csv"].split("\n", 11)[-1]
-    batches = BatchTrace.parse(rest)
-    assert (batches.num_steps, batches.at(0), batches.at(799)) == (800, 256, 2048)
+    batches = BatchTrace.parse(read["batchsize_mnist.csv"], restarts="append")
+    assert (batches.num_steps, batches.at(0), batches.at(10), batches.at(809)) == (
+        810,
+        128,
+        256,
+        2048,
+    )
+    for trace in (a100, tpus):
+        assert trace.simplified().batches(8, step_seconds=30) == trace.batches(8, step_seconds=30)

@@ -268,13 +268,25 @@ def test_an_error_that_smaller_pieces_cannot_mend_goes_on():
 
 
 @pytest.mark.world_size(2)
-def test_one_replica_short_of_memory_does_not_disturb_the_others():
+@pytest.mark.parametrize("good_steps", [0, 2])
+@pytest.mark.parametrize("where", ["forward", "loss", "backward"])
+def test_one_replica_short_of_memory_does_not_disturb_the_others(where, good_steps, monkeypatch):
     live = Live(bounds=None)
     live.model.release()
-    live.net = Allocator(3 if replica() == 1 else 100, "forward")
+    live.net = Allocator(100, where)
     live.optimizer = torch.optim.SGD(live.net.parameters(), lr=0.01)
     live.model = resilin.AdaptiveDataParallel(live.net, live.optimizer, rule="constant")
-    live.run(10)
+    entropy = F.cross_entropy
+
+    def loss(out, y):
+        if where == "loss" and len(out) > live.net.most:
+            raise torch.OutOfMemoryError(f"loss of {len(out)} samples")
+        return entropy(out, y)
+
+    monkeypatch.setattr(F, "cross_entropy", loss)
+    live.run(good_steps)
+    live.net.most = 3 if replica() == 1 else 100
+    live.run(10 - good_steps)
     faults = [event for event in live.events if isinstance(event, FaultEvent)]
     assert len(faults) == 2 * replica()
     weights = [torch.empty(4, 10), torch.empty(4, 10)]

@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import socket
-import sys
 import time
 from typing import Any
 
@@ -25,7 +24,12 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from resilin.cli.errors import say
+from resilin.core.events import FaultEvent
+from resilin.engine import environment
 from resilin.engine.stop import RESTART
+from resilin.telemetry.log import EventLog
+from resilin.telemetry.read import last_event
 
 MAX_EARLY_FAILURES = 5
 """Generations that may fail early one after the other."""
@@ -35,11 +39,6 @@ STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit codes of a worker that was told to stop, without and with a handler of its own."""
 MAX_LINES = 8
 """Workers of one failure that get a line each."""
-
-
-def say(message: str) -> None:
-    """One line for the person in front of the terminal."""
-    print(f"resilin: {message}", file=sys.stderr, flush=True)
 
 
 class SpeakingAgent(LocalElasticAgent):
@@ -113,10 +112,11 @@ class SpeakingAgent(LocalElasticAgent):
         keys = [f"resilin/machine/{rank}" for rank in range(group_world_size)]
         # Agents of a plain torchrun leave no name.
         if store.check(keys):
-            self._report_machines([name.decode() for name in store.multi_get(keys)])
+            names = [name.decode() for name in store.multi_get(keys)]
+            self._report_machines(names, records=group_rank == 0)
         return workers
 
-    def _report_machines(self, names: list[str]) -> None:
+    def _report_machines(self, names: list[str], *, records: bool) -> None:
         now = {name: names.count(name) for name in names}
         if before := self._machines:
             for name in sorted(now | before):
@@ -124,7 +124,29 @@ class SpeakingAgent(LocalElasticAgent):
                 if change:
                     # Two agents of one machine have one name.
                     say(f"{name} {'joined' if change > 0 else 'left'}")
+                if change < 0 and records:  # all agents see it, and one writes it down
+                    self._record("machine_left", f"{name} left")
         self._machines = now
+
+    def _record(self, kind: str, detail: str, replica: int | None = None) -> None:
+        """Writes a fault down among the events of the run, if these are."""
+        directory = os.environ.get(environment.RUN_DIR, environment.OFF)
+        if directory == environment.OFF:
+            return
+        # The agent does not train: how far the job has come, it knows from the others' events.
+        last = last_event(directory)
+        log = EventLog(directory, f"agent-{_host()}-{os.getpid()}")
+        log.write(
+            FaultEvent(
+                time=time.time(),
+                step=0 if last is None else last.step,
+                generation=0 if last is None else last.generation,
+                kind=kind,
+                detail=detail,
+                replica=replica,
+            )
+        )
+        log.close()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -146,6 +168,8 @@ class SpeakingAgent(LocalElasticAgent):
                 say(f"workers stopped responding after {lifetime:.1f} s")
             for rank, failure in failures[:MAX_LINES]:
                 say(f"rank {rank} {_ending(failure)} after {lifetime:.1f} s")
+                if failure.exitcode != RESTART:
+                    self._record("worker_lost", f"rank {rank} {_ending(failure)}", rank)
             if len(failures) > MAX_LINES:
                 say(f"and {len(failures) - MAX_LINES} more")
             asked = any(failure.exitcode == RESTART for _, failure in failures)

@@ -6,12 +6,11 @@ All checks are run, whatever the first ones find.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from resilin.cli import checks, storage
+from resilin.cli import checks, storage, tables
 from resilin.cli.finding import Finding, Options
 from resilin.engine import environment
 from resilin.engine.environment import memory_parent
@@ -32,29 +31,47 @@ CHECKS: dict[str, Callable[[Options], Finding]] = {
 """All checks by name, in the order in which they are reported."""
 
 
+EPILOG = """\
+example:
+  resilin doctor --checkpoint-dir s3://bucket/job
+
+  ok    python      3.11.9
+  ok    packages    torch 2.6.0, numpy 2.1.0, fsspec 2024.6.1
+  warn  open files  at most 1024: data loaders with many workers need more
+                    -> ulimit -n 65536
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    ours = argparse.ArgumentParser(
+        prog="resilin doctor",
+        description="Tries what a job needs of this machine. Exits with 1 if anything failed.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ours.add_argument(
+        "--checkpoint-dir",
+        metavar="URL",
+        help=f"Where checkpoints are to go. Default: {environment.CHECKPOINT_DIR}.",
+    )
+    tables.add_json_option(ours)
+    return ours
+
+
 def main(arguments: Sequence[str]) -> int:
     """Prints the findings.
 
     Returns:
         1 if a check failed, else 0.
     """
-    parser = argparse.ArgumentParser(
-        prog="resilin doctor",
-        description="Tries what a job needs of this machine. Exits with 1 if anything failed.",
-    )
-    parser.add_argument(
-        "--checkpoint-dir",
-        metavar="URL",
-        default=os.environ.get(environment.CHECKPOINT_DIR),
-        help=f"Where checkpoints are to go. Default: {environment.CHECKPOINT_DIR}.",
-    )
-    parser.add_argument("--json", action="store_true", help="Print one JSON list.")
-    args = parser.parse_args(arguments)
-    options = Options(checkpoint_dir=args.checkpoint_dir, memory_parent=memory_parent())
+    args = parser().parse_args(arguments)
+    checkpoint_dir = args.checkpoint_dir or os.environ.get(environment.CHECKPOINT_DIR)
+    options = Options(checkpoint_dir=checkpoint_dir, memory_parent=memory_parent())
     findings = {name: _run(check, options) for name, check in CHECKS.items()}
     if args.json:
         rows = [{"check": name, **asdict(finding)} for name, finding in findings.items()]
-        print(json.dumps(rows, indent=2))
+        print(tables.to_json(rows))
     else:
         width = max(map(len, findings))
         for name, finding in findings.items():

@@ -41,6 +41,13 @@ def parser() -> argparse.ArgumentParser:
         "Starts this machine's workers of an elastic job, and starts them again whenever a worker "
         "fails or a machine joins or leaves. Takes every option of torchrun."
     )
+    ours.epilog = (
+        "example:\n"
+        "  resilin run --nproc 2 train.py --lr 0.1\n"
+        "  resilin run --nnodes 1:4 --rdzv-endpoint gpu-1:29500 --checkpoint-dir s3://bucket/job "
+        "train.py"
+    )
+    ours.formatter_class = argparse.RawDescriptionHelpFormatter
     group = ours.add_argument_group("resilin")
     group.add_argument(
         "--nproc",
@@ -69,6 +76,12 @@ def parser() -> argparse.ArgumentParser:
         "--memory-dir",
         metavar="DIR|off",
         help="Where the job's directory for the newest state is made. Default: in /dev/shm.",
+    )
+    group.add_argument(
+        "--run-dir",
+        metavar="DIR|off",
+        help="Where the events of the run are written down, for resilin top and resilin report. "
+        "Default: resilin-runs/ID, by the id of the job.",
     )
     defaults = {
         "nproc_per_node": "auto" if torch.accelerator.is_available() else "1",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import signal
 import socket
 import traceback
@@ -29,7 +30,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from resilin.cli import warm
-from resilin.cli.agent import SpeakingAgent, say
+from resilin.cli.agent import SpeakingAgent
+from resilin.cli.errors import say
 from resilin.cli.memory import MemoryDirectory
 from resilin.cli.options import complete, parser, stop_signals
 from resilin.engine import environment
@@ -37,6 +39,8 @@ from resilin.engine import environment
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """torch's switch, with 1, for a store of the workers' own: with the agents' one, a machine that
 joins later ends the job."""
+RUNS = "resilin-runs"
+"""Where runs are written down that have no directory of their own, by the id of the job."""
 MAX_RESTARTS = 1000
 """Restarts for failures. On each machine, the end of any other machine counts as one."""
 FAREWELL = 2.0
@@ -129,8 +133,14 @@ def prepare(args: argparse.Namespace) -> MemoryDirectory | None:
         os.environ[environment.CHECKPOINT_DIR] = args.checkpoint_dir
     if args.checkpoint_every:
         os.environ[environment.CHECKPOINT_EVERY] = args.checkpoint_every
-    if args.memory_dir == "off":
-        os.environ[environment.MEMORY_DIR] = "off"
+    if args.run_dir is not None or environment.RUN_DIR not in os.environ:
+        place = args.run_dir or str(Path(RUNS, args.rdzv_id))
+        off = place == environment.OFF
+        os.environ[environment.RUN_DIR] = place if off else str(Path(place).absolute())
+        if not off:
+            say(f"events go to {place}; watch it: resilin top {shlex.quote(place)}")
+    if args.memory_dir == environment.OFF:
+        os.environ[environment.MEMORY_DIR] = environment.OFF
         return None
     if args.memory_dir is None and environment.MEMORY_DIR in os.environ:
         return None

@@ -15,6 +15,32 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from resilin.engine.stop import StopRequest
 
+EPILOG = """\
+example:
+  resilin store --port 29500                                    # on the machine that stays
+  resilin run --nnodes 1:4 --rdzv-endpoint stays:29500 train.py   # on each of the others
+
+It ends with SIGTERM or Ctrl-C, and returns 0 then; 1 if the port cannot be had.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    ours = argparse.ArgumentParser(
+        prog="resilin store",
+        description="Holds the meeting point of jobs on a machine that stays. Give agents its "
+        "name and port as --rdzv-endpoint; jobs with different ids share it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ours.add_argument(
+        "--host", default="0.0.0.0", help="Address to listen on (default: %(default)s, all)."
+    )
+    ours.add_argument(
+        "--port", type=int, default=29500, help="0 for any free one (default: %(default)s)."
+    )
+    return ours
+
 
 def main(arguments: Sequence[str]) -> int:
     """Holds the store until a signal ends it.
@@ -22,14 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0 after SIGINT or SIGTERM; 1 if the port cannot be had.
     """
-    parser = argparse.ArgumentParser(
-        prog="resilin store",
-        description="Holds the meeting point of jobs on a machine that stays. Give agents its "
-        "name and port as --rdzv-endpoint; jobs with different ids share it.",
-    )
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
-    parser.add_argument("--port", type=int, default=29500, help="0 for any free one")
-    args = parser.parse_args(arguments)
+    args = parser().parse_args(arguments)
     stop = StopRequest()
     stop.listen()
     signal.signal(signal.SIGINT, lambda *_: stop.request("SIGINT"))

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
+from operator import attrgetter
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -40,8 +41,40 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartEvent(Event):
+    """The processes of a generation have begun to train: what, and how far it goes."""
+
+    name: ClassVar[str] = "start"
+
+    reference: int
+    """The reference batch."""
+    replicas: int
+    """Data-parallel members."""
+    hosts: int
+    """Machines that they are on."""
+    rule: str
+    """The scaling rule."""
+    optimizer: str
+    """Class of the optimizer."""
+    clock: str = "progress"
+    """What the rule measures the length of the run by."""
+    total_steps: float | None = None
+    """Length of the run in reference steps, if it is known."""
+    steps_per_epoch: float | None = None
+    """Reference steps in one epoch, if that is known."""
+    resumed: bool = False
+    """Whether it goes on from a state of an earlier process."""
+    script: str = ""
+    """What was started, as on the command line."""
+    trace: str = ""
+    """Where the batch-size trace comes from that is being replayed, if one is."""
+    software: str = ""
+    """Versions of resilin, torch and Python."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvent(Event):
-    """One committed optimizer step."""
+    """One committed optimizer step. Not every step has to be told of."""
 
     name: ClassVar[str] = "step"
 
@@ -74,7 +107,19 @@ class StepEvent(Event):
     seconds: float | None = None
     """Wall time of the step."""
     loss: float | None = None
-    """Loss, if the user reported one."""
+    """Loss, if the user recorded one: the mean over replica 0's micro-batches."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else the user recorded in the step, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsEvent(Event):
+    """What the user recorded between steps, such as the result of an evaluation."""
+
+    name: ClassVar[str] = "metrics"
+
+    values: Mapping[str, float]
+    """The numbers, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +193,7 @@ class FaultEvent(Event):
     name: ClassVar[str] = "fault"
 
     kind: str
-    """What it was: `worker_lost`, `out_of_memory`, `not_finite`, ..."""
+    """What it was: `worker_lost`, `out_of_memory`, ..."""
     detail: str
     """What was known about it, and what was done."""
     replica: int | None = None
@@ -185,7 +230,9 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
     {
         kind.name: kind
         for kind in (
+            StartEvent,
             StepEvent,
+            MetricsEvent,
             DecisionEvent,
             RescaleEvent,
             CheckpointEvent,
@@ -197,6 +244,11 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
 """The known kinds, by name."""
 
 
+def begins_anew(event: Event) -> bool:
+    """Whether a run begins here, and not a part of one: what was told before is of another run."""
+    return isinstance(event, StartEvent) and not event.resumed and event.generation == 0
+
+
 def to_json(event: Event) -> str:
     """One line of strict JSON, without a line break.
 
@@ -204,17 +256,33 @@ def to_json(event: Event) -> str:
     """
     if isinstance(event, UnknownEvent):
         own = {"time": event.time, "step": event.step, "generation": event.generation}
-        body = {"event": event.kind, **own, **event.fields}
-    else:
-        body = {"event": event.name, **_plain(event)}
-    return json.dumps({"version": VERSION, **body}, separators=(",", ":"), allow_nan=False)
+        body = {"version": VERSION, "event": event.kind, **own, **event.fields}
+        return _ENCODER.encode(_plain(body))
+    head = {"version": VERSION, "event": event.name}
+    names, values_of = _columns(type(event))  # type: ignore[arg-type]  # a class is hashable
+    try:
+        # Most events hold plain finite numbers, and there may be millions of them.
+        return _ENCODER.encode({**head, **dict(zip(names, values_of(event), strict=True))})
+    except (TypeError, ValueError):
+        return _ENCODER.encode({**head, **_plain(event)})
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
+@cache
+def _columns(cls: type[Any]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
+    names = tuple(item.name for item in fields(cls))
+    return names, attrgetter(*names)
 
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
         return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
@@ -251,26 +319,48 @@ def from_json(line: str | bytes) -> Event:
     )
 
 
+_PLAIN = {int, float, str, bool, NoneType}
+_ABSENT = object()
+
+
 @cache
-def _types(cls: type[Any]) -> dict[str, Any]:
-    # Resolving annotations is slow, and a log has millions of lines of a few kinds.
-    return get_type_hints(cls)
+def _plan(cls: type[Any]) -> tuple[tuple[str, Any, frozenset[type[Any]], bool], ...]:
+    """For each field: its name, its annotation, the types that need no look, and if it must be.
+
+    Resolving annotations is slow, and a log has millions of lines of a few kinds.
+    """
+    hints = get_type_hints(cls)
+    plan = []
+    for item in fields(cls):
+        hint = hints[item.name]
+        origin, args = _shape(hint)
+        fitting = frozenset(args if origin in (Union, UnionType) else (hint,))
+        is_required = item.default is MISSING and item.default_factory is MISSING
+        plan.append((item.name, hint, fitting & _PLAIN, is_required))
+    return tuple(plan)
+
+
+@cache
+def _shape(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(hint), get_args(hint)
 
 
 def _build(cls: type[Any], body: Mapping[str, Any], where: str) -> Any:
     values = {}
-    types = _types(cls)  # type: ignore[arg-type]  # a class is hashable
-    for item in fields(cls):
-        if item.name in body:
-            values[item.name] = _typed(types[item.name], body[item.name], f"{where}.{item.name}")
-        elif item.default is MISSING and item.default_factory is MISSING:
-            raise EventError(f"{where}.{item.name} is missing")
+    for name, hint, fitting, is_required in _plan(cls):  # type: ignore[arg-type]
+        value = body.get(name, _ABSENT)
+        if type(value) in fitting:
+            values[name] = value
+        elif value is not _ABSENT:
+            values[name] = _typed(hint, value, f"{where}.{name}")
+        elif is_required:
+            raise EventError(f"{where}.{name} is missing")
     return cls(**values)
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:
     """`value` as what the annotation says, converting only what JSON has no type for."""
-    origin, args = get_origin(hint), get_args(hint)
+    origin, args = _shape(hint)
     if origin in (Union, UnionType):
         if value is None and NoneType in args:
             return None
@@ -282,6 +372,10 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
     elif origin is tuple:
         if isinstance(value, list):
             return tuple(_typed(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    elif origin is Mapping:
+        # The names are strings: JSON has no others.
+        if isinstance(value, dict):
+            return {key: _typed(args[1], item, f"{where}.{key}") for key, item in value.items()}
     elif isinstance(hint, type) and is_dataclass(hint):
         if isinstance(value, dict):
             return _build(hint, value, where)

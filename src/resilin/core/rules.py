@@ -214,6 +214,14 @@ def get_rule(rule: str | ScalingRule, **parameters: float) -> ScalingRule:
         raise ValueError(f"rule {rule!r} with parameters {parameters}: {error}") from None
 
 
+def rule_name(rule: ScalingRule) -> str:
+    """What the rule is called: its name in `RULES` if it has one, else its text form."""
+    for name, make in RULES.items():
+        if name != "legw" and make() == rule:
+            return name
+    return str(rule)
+
+
 _STRONG = {"SGD": "adascale", "Adam": "adamscale", "AdamW": "adamscale"}
 _WEAK = ("Adafactor", "Adamax", "Lion", "Muon", "NAdam", "RAdam", "RMSprop")
 

@@ -9,83 +9,42 @@ with numpy: keep the trace, not only its seed.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
-import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from resilin.core import _validate
+from resilin.core import _table, _validate
+from resilin.core._table import TraceError as TraceError
 
 TraceEnd = Literal["hold", "repeat", "error"]
 """What follows after a trace: its last value, the trace again, or an error."""
 TRACE_ENDS: tuple[TraceEnd, ...] = ("hold", "repeat", "error")
 """The names of all ends."""
+TraceRestarts = Literal["error", "append"]
+"""What a list of steps is that begins again at 0: a fault, or a second list to count on with."""
+TRACE_RESTARTS: tuple[TraceRestarts, ...] = ("error", "append")
+"""The names of all answers to that."""
 
 _LONGEST = 1e12
 """Seconds that a capacity trace may cover: more is a mistake in its units."""
+_LARGEST = 10**18 - 1
+"""Largest whole number in a trace: 18 digits, which every reader of CSV can hold."""
+_MOST_CHANGES = 10**7
+"""Changes that a made market may have on average."""
+_BATCH_HEADERS = [("step", "batchsize")]
+_CAPACITY_HEADERS = [
+    (*index, "time", name) for index in ((), ("",)) for name in ("replicas", "gpus", "tpu_cores")
+]
 
 
-class TraceError(ValueError):
-    """A trace that cannot be read or has come to its end; says where."""
-
-
-def _rows(
-    text: str | Iterable[str], source: str, headers: Sequence[tuple[str, ...]]
-) -> Iterator[tuple[str, list[str]]]:
-    """Yields `(place, fields)` of each data line below one of the known headers."""
-    lines = text.splitlines() if isinstance(text, str) else text
-    reader = csv.reader(lines, strict=True)
-    header: list[str] | None = None
-    while True:
-        try:
-            fields = next(reader, None)
-        except csv.Error as error:
-            raise TraceError(f"{source}, line {reader.line_num}: {error}") from None
-        if fields is None:
-            break
-        place = f"{source}, line {reader.line_num}"
-        fields = [field.strip() for field in fields]
-        if not any(fields):
-            continue
-        if header is None:
-            header = [field.lower() for field in fields]
-            if tuple(header) not in headers:
-                known = " or ".join(repr(",".join(names)) for names in headers)
-                raise TraceError(f"{place}: the header is {','.join(fields)!r}, expected {known}")
-        elif len(fields) != len(header):
-            raise TraceError(f"{place}: {len(fields)} columns below {len(header)} in the header")
-        else:
-            yield place, fields
-    if header is None:
-        raise TraceError(f"{source}: empty, not even a header")
-
-
-def _number(place: str, name: str, text: str, *, at_least: int) -> int:
-    # Python's own int() would also take '1_000' and digits of other scripts.
-    if not re.fullmatch("[+-]?[0-9]{1,18}", text):
-        raise TraceError(f"{place}: {name} ({text!r}) is not a whole number of up to 18 digits")
-    if (number := int(text)) < at_least:
-        raise TraceError(f"{place}: {name} ({number}) must be at least {at_least}")
-    return number
-
-
-def _time(place: str, text: str) -> float:
-    try:
-        time = float(text)
-    except ValueError:
-        raise TraceError(f"{place}: time ({text!r}) is not a number") from None
-    if not math.isfinite(time) or "_" in text:
-        raise TraceError(f"{place}: time ({text!r}) must be finite and in plain digits")
-    return time
-
-
-def _check(starts: Sequence[float], values: Sequence[int], name: str, value: str) -> None:
+def _check(
+    starts: Sequence[float], values: Sequence[int], name: str, value: str, *, longest: float
+) -> None:
     """What holds for every trace, read or built: it begins at 0 and ascends."""
     if not starts or len(starts) != len(values):
         raise TraceError(
@@ -96,6 +55,10 @@ def _check(starts: Sequence[float], values: Sequence[int], name: str, value: str
     for before, after in itertools.pairwise(starts):
         if not before < after < math.inf:
             raise TraceError(f"{name} {after} must come after {name} {before} and be finite")
+    if starts[-1] > longest:
+        raise TraceError(f"the last {name} ({starts[-1]}) must be at most {longest:g}")
+    if max(values) > _LARGEST:
+        raise TraceError(f"{value} ({max(values)}) must have at most 18 digits")
 
 
 def _past_end(what: str, at: float, length: float) -> TraceError:
@@ -123,7 +86,7 @@ class BatchTrace:
     """What follows after the last listed step, which is the last one of the trace."""
 
     def __post_init__(self) -> None:
-        _check(self.starts, self.sizes, "step", "batch size")
+        _check(self.starts, self.sizes, "step", "batch size", longest=_LARGEST)
         for start, size in zip(self.starts, self.sizes, strict=True):
             _validate.whole("step", start, at_least=0)
             _validate.whole("batch size", size, at_least=1)
@@ -149,23 +112,48 @@ class BatchTrace:
 
     @classmethod
     def parse(
-        cls, text: str | Iterable[str], *, source: str = "trace", end: TraceEnd = "hold"
+        cls,
+        text: str | Iterable[str],
+        *,
+        source: str = "trace",
+        end: TraceEnd = "hold",
+        restarts: TraceRestarts = "error",
     ) -> BatchTrace:
         """Reads `step,batchsize` lines.
+
+        Args:
+            text: The whole text, or its lines.
+            source: What errors call it, such as the name of a file.
+            end: What follows after the trace.
+            restarts: What to do where steps begin again at 0, as in a file that two traces were
+                joined in. `append` counts on from there. It assumes that the earlier part is over
+                with the last step it lists, so that the value of its last line lasts one step; a
+                part that held longer than that is shortened, and nothing in the file tells.
 
         Raises:
             TraceError: Names the source and the line of the first fault.
         """
+        _validate.one_of("restarts", restarts, TRACE_RESTARTS)
         starts: list[int] = []
         sizes: list[int] = []
-        for place, (step_text, size_text) in _rows(text, source, [("step", "batchsize")]):
-            step = _number(place, "step", step_text, at_least=0)
+        base = 0
+        for place, (step_text, size_text) in _table.rows(text, source, _BATCH_HEADERS):
+            step = _table.number(place, "step", step_text, at_least=0)
             if not starts and step != 0:
                 raise TraceError(f"{place}: the first step ({step}) must be 0")
-            if starts and step <= starts[-1]:
-                raise TraceError(f"{place}: step {step} must come after step {starts[-1]}")
-            starts.append(step)
-            sizes.append(_number(place, "batchsize", size_text, at_least=1))
+            if starts and step == 0 and restarts == "append":
+                base = starts[-1] + 1
+            if starts and base + step <= starts[-1]:
+                raise TraceError(
+                    f"{place}: step {step} must come after step {starts[-1] - base}"
+                    + ("" if step else "; restarts='append' counts on where steps begin again at 0")
+                )
+            if base + step > _LARGEST:
+                raise TraceError(
+                    f"{place}: step {step} after {base} steps must have at most 18 digits"
+                )
+            starts.append(base + step)
+            sizes.append(_table.number(place, "batchsize", size_text, at_least=1))
         if not starts:
             raise TraceError(f"{source}: no line after the header")
         return cls(tuple(starts), tuple(sizes), end)
@@ -231,7 +219,7 @@ class CapacityTrace:
     """What follows after the last listed time. `repeat` begins again at that very time."""
 
     def __post_init__(self) -> None:
-        _check(self.times, self.replicas, "time", "number of replicas")
+        _check(self.times, self.replicas, "time", "number of replicas", longest=_LONGEST)
         for count in self.replicas:
             _validate.whole("replicas", count, at_least=0)
         _validate.one_of("end", self.end, TRACE_ENDS)
@@ -266,27 +254,138 @@ class CapacityTrace:
         Raises:
             TraceError: Names the source and the line of the first fault.
         """
-        names = ("replicas", "gpus", "tpu_cores")
-        headers = [(*index, "time", name) for index in ((), ("",)) for name in names]
         times: list[float] = []
         replicas: list[int] = []
-        for place, fields in _rows(text, source, headers):
-            time = _time(place, fields[-2])
-            if times and not times[-1] < time < times[0] + _LONGEST:
+        first = before = 0.0
+        for place, fields in _table.rows(text, source, _CAPACITY_HEADERS):
+            time = _table.time(place, fields[-2])
+            first = first if times else time
+            # Two times may differ, and be the same once they count from the first.
+            if times and not times[-1] < time - first <= _LONGEST:
                 raise TraceError(
-                    f"{place}: time {time} must come after time {times[-1]}, by at most "
+                    f"{place}: time {time} must come after time {before}, by at most "
                     f"{_LONGEST:g} seconds from the start"
                 )
-            times.append(time)
-            replicas.append(_number(place, "replicas", fields[-1], at_least=0))
+            before = time
+            times.append(time - first)
+            replicas.append(_table.number(place, "replicas", fields[-1], at_least=0))
         if not times:
             raise TraceError(f"{source}: no line after the header")
-        return cls(tuple(time - times[0] for time in times), tuple(replicas), end)
+        return cls(tuple(times), tuple(replicas), end)
 
     def format(self) -> str:
         """The CSV text that `parse` reads back as this trace."""
         pairs = zip(self.times, self.replicas, strict=True)
-        return "time,replicas\n" + "".join(f"{time!r},{count}\n" for time, count in pairs)
+        return "time,replicas\n" + "".join(f"{float(time)!r},{count}\n" for time, count in pairs)
+
+    def scaled(self, max_replicas: int) -> CapacityTrace:
+        """The same ups and downs with at most this many replicas.
+
+        A count becomes `ceil(count * max_replicas / peak)`: some never become none. A trace whose
+        peak is no higher than that is returned as it is.
+        """
+        _validate.whole("max_replicas", max_replicas, at_least=1)
+        peak = max(self.replicas)
+        if peak <= max_replicas:
+            return self
+        counts = tuple(-(-count * max_replicas // peak) for count in self.replicas)
+        return replace(self, replicas=counts)
+
+    def compressed(self, speed: float) -> CapacityTrace:
+        """The same trace in a shorter time: `speed` of its seconds pass in one."""
+        _validate.real("speed", speed, above=0)
+        return replace(self, times=tuple(time / speed for time in self.times))
+
+    def simplified(self) -> CapacityTrace:
+        """Without the lines that change nothing. The last one stays: it is where the trace ends."""
+        before = (None, *self.replicas)
+        last = len(self.times) - 1
+        kept = [i for i, count in enumerate(self.replicas) if count != before[i] or i == last]
+        return replace(
+            self,
+            times=tuple(self.times[i] for i in kept),
+            replicas=tuple(self.replicas[i] for i in kept),
+        )
+
+    def batches(
+        self,
+        local_bsz: int,
+        *,
+        step_seconds: float,
+        max_replicas: int | None = None,
+        end: TraceEnd | None = None,
+    ) -> BatchTrace:
+        """The batch sizes of a job that keeps the same batch on each replica there is.
+
+        Each step takes `step_seconds` of the trace's time, and its global batch is `local_bsz`
+        for each replica that is there when it begins. While there are none, time passes without
+        steps. What a step really takes depends on the job, and on the number of replicas too:
+        this knows nothing of it, nor of what a change of replicas costs.
+
+        Args:
+            local_bsz: Samples on each replica in one step.
+            step_seconds: Seconds of the trace that one step takes.
+            max_replicas: Map the counts onto at most this many first, as `scaled` does.
+            end: What follows after the trace; None takes the trace's own end. `hold` adds a step
+                with what is there at the end, if there is anything; else the last size is held
+                that there was. A trace that repeats begins its first step again at its start.
+
+        Raises:
+            TraceError: There is no time at which a step could begin, or there are too many steps.
+        """
+        _validate.whole("local_bsz", local_bsz, at_least=1)
+        _validate.real("step_seconds", step_seconds, above=0)
+        end = self.end if end is None else end
+        _validate.one_of("end", end, TRACE_ENDS)
+        trace = self if max_replicas is None else self.scaled(max_replicas)
+        runs: list[tuple[int, int]] = []
+        num_steps = 0
+        for count, length in trace._runs(step_seconds, end):
+            if num_steps + length > _LARGEST:
+                raise TraceError(
+                    f"step_seconds ({step_seconds:g}) makes more than {_LARGEST:g} steps of a "
+                    f"trace of {self.duration:g} seconds"
+                )
+            if not runs or count * local_bsz != runs[-1][1]:
+                runs.append((num_steps, count * local_bsz))
+            num_steps += length
+        if not runs:
+            raise TraceError(
+                f"no step can begin: there are no replicas at any time before the end of the trace "
+                f"({self.duration:g} seconds, then {end!r})"
+            )
+        if runs[-1][0] != num_steps - 1:
+            runs.append((num_steps - 1, runs[-1][1]))
+        starts, sizes = zip(*runs, strict=True)
+        return BatchTrace(starts, sizes, end)
+
+    def _runs(self, step_seconds: float, end: TraceEnd) -> Iterator[tuple[int, int]]:
+        """Yields `(replicas, steps)` of successive steps, line by line and not step by step."""
+        # Steps follow each other without a gap from `base` on; `done` of them have begun.
+        base, done = 0.0, 0
+
+        def steps_before(time: float) -> int:
+            # A step that would begin at the very change must not, for a rounding, come before it.
+            steps = (time - base) / step_seconds
+            if not steps < _LARGEST:
+                return _LARGEST + 1
+            return math.ceil(steps - 1e-9 * max(1.0, steps))
+
+        for count, until in zip(self.replicas, self.times[1:], strict=False):
+            length = steps_before(until) - done
+            if length <= 0:  # the last step lasts beyond this line
+                continue
+            if count:
+                yield count, length
+                done += length
+            else:
+                base, done = until, 0
+        # The last line holds from the end on, or at that very moment, or not at all.
+        now = base + done * step_seconds
+        is_at_end = now <= self.duration * (1 + 1e-9)
+        has_last = end == "hold" or self.duration == 0 or (end == "error" and is_at_end)
+        if self.replicas[-1] and has_last:
+            yield self.replicas[-1], 1
 
     @classmethod
     def constant(cls, replicas: int, duration: float, *, end: TraceEnd = "hold") -> CapacityTrace:
@@ -321,6 +420,11 @@ class CapacityTrace:
         _validate.whole("max_replicas", max_replicas, at_least=max(1, min_replicas))
         _validate.real("duration", duration, above=0)
         _validate.real("mean_hold", mean_hold, above=0)
+        if duration / mean_hold > _MOST_CHANGES:
+            raise ValueError(
+                f"duration ({duration:g}) must be at most {_MOST_CHANGES} times mean_hold "
+                f"({mean_hold:g})"
+            )
         rng = np.random.default_rng(seed)
         times, counts = [0.0], [max_replicas]
         while (now := times[-1] + float(rng.exponential(mean_hold))) < duration:
@@ -332,3 +436,32 @@ class CapacityTrace:
             times.append(now)
             counts.append(min(max_replicas, max(min_replicas, held + change)))
         return cls((*times, float(duration)), (*counts, counts[-1]), end)
+
+
+def parse_trace(
+    text: str | Iterable[str],
+    *,
+    source: str = "trace",
+    end: TraceEnd = "hold",
+    restarts: TraceRestarts = "error",
+) -> BatchTrace | CapacityTrace:
+    r"""Reads a trace of either kind, which its header tells.
+
+    Args:
+        text: The whole text, or its lines.
+        source: What errors call it, such as the name of a file.
+        end: What follows after the trace.
+        restarts: What to do where the steps of a batch-size trace begin again at 0.
+
+    Raises:
+        TraceError: Names the source and the line of the first fault.
+
+    Examples:
+        >>> parse_trace("time,replicas\n0,4\n60,2\n").at(59)
+        4
+    """
+    lines = text.splitlines() if isinstance(text, str) else list(text)
+    headers = [*_BATCH_HEADERS, *_CAPACITY_HEADERS]
+    if _table.header(_table.lines(lines, source), source, headers) in _CAPACITY_HEADERS:
+        return CapacityTrace.parse(lines, source=source, end=end)
+    return BatchTrace.parse(lines, source=source, end=end, restarts=restarts)

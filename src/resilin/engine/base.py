@@ -76,6 +76,11 @@ class Engine:
         return False
 
     @property
+    def num_restarts(self) -> int:
+        """How often this process was started again, as far as is known."""
+        return 0
+
+    @property
     def memory_name(self) -> str | None:
         """What the host's copies of this job's state are filed under; None if nobody comes back."""
         return None

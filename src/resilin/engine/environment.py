@@ -20,6 +20,21 @@ AGENT = "RESILIN_AGENT"
 """Process of the agent that supervises this one, where that is not the parent."""
 LOG = "RESILIN_LOG"
 """A logging level, such as `INFO`, at which resilin writes to standard error by itself."""
+RUN_DIR = "RESILIN_RUN_DIR"
+"""Where the events of the run go, whatever the script says: a local directory, or `off`."""
+LAB = "RESILIN_LAB"
+"""With 1, the run is one of many of the same script: its checkpoints go into its run directory."""
+BATCH_TRACE = "RESILIN_BATCH_TRACE"
+"""Path of a batch-size trace that the training follows, whatever the script says."""
+BATCH_TRACE_END = "RESILIN_BATCH_TRACE_END"
+"""What follows after that trace: `hold`, `repeat` or `error`."""
+RULE = "RESILIN_RULE"
+"""A scaling rule in place of the script's: its name, or `package.module:attribute`."""
+SEED = "RESILIN_SEED"
+"""Seed of the order of samples, where the script gives none."""
+
+OFF = "off"
+"""What a directory is called where there is to be none."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 _UNITS = {"s": 1, "min": 60, "h": 3600}

@@ -66,6 +66,11 @@ class Torchrun(Engine):
         return RUN_ID in os.environ
 
     @property
+    def num_restarts(self) -> int:
+        """How often the agent has started this worker again because of a failure."""
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+    @property
     def memory_name(self) -> str | None:
         """The id of the run, or the agent itself where the run has none."""
         if not self.restarts:

@@ -160,9 +160,7 @@ class Autoscaler:
         )
         job.emit(
             events.DecisionEvent(
-                time=time.time(),
-                step=job.clock.steps,
-                generation=engine.generation,
+                **job.stamp(),
                 batch_size_before=before,
                 batch_size=decision.batch_size,
                 reason=decision.reason,

@@ -1,12 +1,12 @@
-"""`remaining_epochs_until`: the loop over epochs that goes on where a job was."""
+"""The loop over epochs: resilin's own goes on where a job was; others say which epoch it is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from resilin.core import _validate
+from resilin.training.boundaries import start
 from resilin.training.job import current_job
-from resilin.training.recovery import start
 
 
 def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
@@ -28,3 +28,19 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
         job.epoch += 1
         recovery.between_epochs()
     recovery.finish()
+
+
+def begin_epoch(epoch: int) -> None:
+    """Says which epoch begins, in a loop over epochs that another framework runs.
+
+    The first call starts the job. The epoch before counts as done when the next one begins.
+
+    Args:
+        epoch: Epochs that are done.
+    """
+    job = current_job()
+    recovery = start(job)
+    if epoch != job.epoch:
+        job.epoch = epoch
+        recovery.between_epochs()
+    job.epoch_is_new = True

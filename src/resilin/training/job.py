@@ -7,21 +7,42 @@ gradient weighs. `reset_job()` starts a new one, as tests and notebooks need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypedDict
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from resilin.core.clock import Clock, Reference
 from resilin.core.events import Event
 from resilin.core.noise import Noise
 from resilin.core.plan import BatchBounds
 from resilin.core.profile import StepProfile
-from resilin.core.rules import ScalingRule
+from resilin.core.rules import Factors, ScalingRule
 from resilin.engine.base import Engine
 from resilin.engine.group import detect
 from resilin.training.protection import Protection
 from resilin.training.registry import Registry
+
+logger = logging.getLogger("resilin")
+
+Number = float | Tensor
+"""What users record: a number, or a tensor with one element."""
+Listener = Callable[[Event], None]
+"""Who is told of events."""
+
+
+class Stamp(TypedDict):
+    """What every event says."""
+
+    time: float
+    step: int
+    generation: int
 
 
 class TrainedModel(Protocol):
@@ -29,6 +50,22 @@ class TrainedModel(Protocol):
 
     training: bool
     rule: ScalingRule
+    optimizer: Optimizer
+
+    @property
+    def gain(self) -> float:
+        """Reference steps that the last step was worth."""
+        ...
+
+    @property
+    def scale(self) -> float:
+        """Global batch over reference batch, in the last step."""
+        ...
+
+    @property
+    def factors(self) -> Sequence[Factors]:
+        """What the rule applied to each parameter group in the last step."""
+        ...
 
     def measures_next(self) -> bool:
         """Whether noise is measured in the next step."""
@@ -53,7 +90,17 @@ class TrainedModel(Protocol):
 
 
 class CommittingLoader(Protocol):
-    """What the model may ask of the loader."""
+    """What model and recorder may ask of the loader."""
+
+    @property
+    def current_local_bsz(self) -> int:
+        """The largest micro-batch of the current step."""
+        ...
+
+    @property
+    def accumulation_steps(self) -> int:
+        """The most micro-batches that a replica runs in the current step."""
+        ...
 
     def commit(self) -> None:
         """Moves the cursor behind the current step."""
@@ -116,6 +163,22 @@ class JobRecovery(Protocol):
         ...
 
 
+class StepRecorder(Protocol):
+    """What tells of the steps."""
+
+    def committed(self, model: TrainedModel, samples: int) -> None:
+        """The optimizer has stepped."""
+        ...
+
+    def flush(self) -> None:
+        """Writes out what is in a buffer."""
+        ...
+
+    def close(self) -> None:
+        """Tells of the last step, and writes out what is in a buffer."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """What the loader says about the micro-batch that it has just handed out."""
@@ -164,8 +227,18 @@ class Job:
     """Who takes part in the ballots, in the same order on all replicas."""
     autoscaler: BatchChooser | None = None
     """What chooses the batch size of the loader that trains, if anything does."""
-    listeners: list[Callable[[Event], None]] = field(default_factory=list)
+    listeners: list[Listener] = field(default_factory=list)
     """Who is told of events, as they happen, on this replica."""
+    log: Listener | None = None
+    """What writes this replica's events down, if anything does."""
+    events_dir: Path | None = None
+    """Where the script wants them written."""
+    recorder: StepRecorder | None = None
+    """What tells of the steps; None until the job has started."""
+    replays: str = ""
+    """Where the batch-size trace comes from that is being replayed, if one is."""
+    replicas_before: int | None = None
+    """How many replicas there were when the state was taken that the job goes on from."""
     num_loaders: int = 0
     """How many loaders were made; their numbers name their state."""
     epoch_is_new: bool = False
@@ -187,10 +260,29 @@ class Job:
         """Surrounds the forward pass of a micro-batch, for whoever has to know what it takes."""
         return nullcontext() if self.loader is None else self.loader.measured_forward()
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether anybody would be told of an event of replica 0."""
+        return self.log is not None or bool(self.listeners)
+
+    def stamp(self) -> Stamp:
+        """When it is: what an event says that happens now."""
+        return {
+            "time": time.time(),
+            "step": self.clock.steps,
+            "generation": self.engine.generation,
+        }
+
     def emit(self, event: Event) -> None:
-        """Tells all listeners of an event."""
-        for listener in self.listeners:
-            listener(event)
+        """Tells of an event. A listener that fails is told of no more; training goes on."""
+        if self.log is not None:
+            self.log(event)
+        for listener in tuple(self.listeners):
+            try:
+                listener(event)
+            except Exception:  # noqa: PERF203
+                logger.exception("%r failed, and is told of no more events", listener)
+                self.listeners.remove(listener)
 
     def state_dict(self) -> dict[str, Any]:
         """Clocks, epoch, and how many replicas there are, for checkpoints."""
@@ -204,6 +296,7 @@ class Job:
         """Takes over what `state_dict` returned."""
         self.clock = Clock.from_state(state["clock"])
         self.epoch = int(state["epoch"])
+        self.replicas_before = int(state["replicas"])
 
     @property
     def total_steps(self) -> float | None:
@@ -226,9 +319,11 @@ def current_job() -> Job:
 def reset_job() -> Job:
     """Forgets the current job and begins a new one. Models and loaders of the old one are stale."""
     global _current
-    if _current.model is not None:
-        _current.model.release()
     if _current.recovery is not None:
         _current.recovery.close()
+    if _current.recorder is not None:
+        _current.recorder.close()
+    if _current.model is not None:
+        _current.model.release()
     _current = Job()
     return _current

@@ -9,9 +9,10 @@ from datetime import timedelta
 from typing import Literal
 
 from resilin.core import _validate
+from resilin.training import steering
+from resilin.training.boundaries import start
 from resilin.training.job import current_job
 from resilin.training.protection import Protection
-from resilin.training.recovery import start
 from resilin.training.registry import Stateful
 from resilin.training.snapshot import Version
 
@@ -53,7 +54,7 @@ def checkpoint_to(
             "remaining_epochs_until() and before the first step"
         )
     job.protection = Protection(
-        checkpoint_dir=None if directory is None else os.fspath(directory),
+        checkpoint_dir=steering.checkpoint_dir(None if directory is None else os.fspath(directory)),
         checkpoint_every=every,
         keep=keep,
         keep_every=keep_every,

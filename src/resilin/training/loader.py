@@ -8,24 +8,25 @@ a stale one cannot be used. The cursor moves when the step is committed, and not
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from resilin.core import _validate
-from resilin.core.clock import Reference, step_scale
+from resilin.core.clock import Clock, Reference, step_scale
 from resilin.core.events import FaultEvent
 from resilin.core.plan import BatchBounds, BatchPlan
 from resilin.core.stream import TAILS, Ownership, SampleStream, Tail
 from resilin.engine.base import Engine
+from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
+from resilin.training import steering
 from resilin.training.autoscale import Autoscaler
+from resilin.training.boundaries import begin_step, end_epoch, start
 from resilin.training.job import MicroBatch, current_job
-from resilin.training.recovery import begin_step, end_step, start
 from resilin.training.room import Room
 from resilin.training.sizes import BatchSize, BatchSizes
 from resilin.training.tickets import (
@@ -41,6 +42,15 @@ _OWN = {
     "sampler": "the order is that of the sample stream",
     "batch_sampler": "batches are cut by the plan of each step",
 }
+
+
+class _Epoch(NamedTuple):
+    """An epoch that is being iterated."""
+
+    began: Clock
+    """Where the clock stood when it began, or went on."""
+    data_end: int
+    """Where its data end in the stream."""
 
 
 class AdaptiveDataLoader:
@@ -67,7 +77,8 @@ class AdaptiveDataLoader:
             fits into memory, from micro-batches that begin small and at most double.
         memory_budget: Bytes that a micro-batch may take under `auto`; None takes 90% of the CUDA
             device's memory. On the CPU it bounds what the forward pass keeps for backward.
-        seed: Chooses the order. None takes it from `generator=` if there is one, else 0.
+        seed: Chooses the order. None takes it from `generator=` if there is one, else from the
+            environment (`RESILIN_SEED`), else 0.
         tail: `short`, `straddle` or `drop`; overrides `drop_last`. See `resilin.core.stream`.
         batch_weight: Gives the weight of a collated micro-batch, such as its number of tokens;
             the gradient is then the weighted mean. None weighs by samples.
@@ -103,7 +114,7 @@ class AdaptiveDataLoader:
                 raise ValueError(f"{name} cannot be honoured: {reason}; use seed= and shuffle=")
         if seed is None:
             generator = dataloader_kwargs.get("generator")
-            seed = 0 if generator is None else generator.initial_seed() % 2**64
+            seed = generator.initial_seed() % 2**64 if generator else steering.seed() or 0
         self.dataset = dataset
         self.batch_size = _validate.whole("batch_size", batch_size, at_least=1)
         """The reference batch."""
@@ -132,6 +143,7 @@ class AdaptiveDataLoader:
         self._span = range(0)
         self._ended: int | None = None
         self._skip: int | None = None
+        self._under_way: _Epoch | None = None
         self._name = f"loader/{current_job().num_loaders}"
         current_job().num_loaders += 1
         self._owners = Ownership(0, self._engine.num_replicas)
@@ -215,6 +227,22 @@ class AdaptiveDataLoader:
     def current_samples(self) -> int:
         """Samples of the micro-batch at hand that count; 0 if it is only there to take part."""
         return self._current_samples
+
+    def to_tensorboard(self, writer: SummaryWriter, step: int, prefix: str = PREFIX) -> None:
+        """Writes the sizes of the current step.
+
+        Args:
+            writer: A SummaryWriter, of torch or tensorboardX.
+            step: Where it is on the axis.
+            prefix: What the tags begin with.
+        """
+        values = {
+            "batch_size": self._current_plan().global_batch_size,
+            "local_bsz": self.current_local_bsz,
+            "accumulation_steps": self.accumulation_steps,
+            "replicas": self._engine.num_replicas,
+        }
+        write_scalars(writer, values, step, prefix)
 
     def _current_plan(self) -> BatchPlan:
         if self._plan is None:
@@ -309,15 +337,14 @@ class AdaptiveDataLoader:
             yield from self._epoch()
         finally:
             job.loader, job.micro_batch = outer
-            self._plan = None
+            self._plan = self._under_way = None
 
     def _epoch(self) -> Iterator[Any]:
         job, stream = current_job(), self._stream
         training = job.model is not None and job.model.training
         if training:
             start(job)
-            job.registry.add(self._name, self)
-            self._sizes.take_part(job, f"{self._name}/autoscale")
+            self.take_part()
             job.epoch_is_new = False
             skipped, self._skip, self._ended = self._skip, None, None
             if skipped == job.epoch:
@@ -326,12 +353,11 @@ class AdaptiveDataLoader:
         elif job.model is not None:
             # An evaluation that was left early does not go on later; it begins again.
             self._cursor -= self._cursor % stream.num_samples
-        per_epoch, began = self._steps_per_epoch(), job.clock
         # The epoch is that of the next batch: the cursor may stand before a tail to be dropped.
         first = stream.batch(self._cursor, self.current_batch_size, tail=self._tail).start
         data_end = (first // stream.num_samples + 1) * stream.num_samples
-        goal: float | None = None
-        while not self._is_over(data_end, goal):
+        epoch = self._under_way = _Epoch(job.clock, data_end)
+        while not self._is_over(epoch, self._cursor):
             if training:
                 begin_step(job)
             if (self._owners.replicas, self._rank) != (
@@ -343,24 +369,61 @@ class AdaptiveDataLoader:
             span = stream.batch(self._cursor, batch_size, tail=self._tail)
             yield from self._step(span, batch_size)
             self._cursor = span.stop
-            # A step that the model committed makes this the training loader; its rule says
-            # whether an epoch is measured by the data or by progress.
-            if goal is None and job.clock.steps > began.steps and self._by_progress():
-                goal = (math.floor((began.progress + 1e-6) / per_epoch) + 1) * per_epoch
+        if self._goal(epoch) is None:
+            # Behind a tail that was dropped.
+            self._cursor = max(self._cursor, data_end)
         self._sizes.pause()
         if training:
             self._ended = job.epoch
-            end_step(job)
+            end_epoch(job)
 
-    def _is_over(self, data_end: int, goal: float | None) -> bool:
-        """Whether the epoch ends here: by progress if there is a goal, else by the data."""
+    def take_part(self) -> None:
+        """Makes this the loader that trains: its state belongs to that of the job from now on.
+
+        Iterating over it does that by itself. A loop that has to know where it goes on, before it
+        begins, calls it earlier.
+        """
+        job = current_job()
+        job.registry.add(self._name, self)
+        self._sizes.take_part(job, f"{self._name}/autoscale")
+
+    @property
+    def epochs_done(self) -> int:
+        """Epochs that are over: the number, from 0, of the one that the next step belongs to."""
+        if self._by_progress():
+            return math.floor((current_job().clock.progress + 1e-6) / self._steps_per_epoch())
+        batch = self._stream.batch(self._cursor, self.current_batch_size, tail=self._tail)
+        return batch.start // self._stream.num_samples
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the epoch is over with the current step, once that is committed.
+
+        For loops that have to know it before they ask for the next batch.
+        """
+        return self._under_way is not None and self._is_over(self._under_way, self._span.stop)
+
+    def _is_over(self, epoch: _Epoch, position: int) -> bool:
+        """Whether it ends at this position: by progress if there is a goal, else by the data.
+
+        A tail that is to be dropped belongs to no batch of this epoch.
+        """
+        goal = self._goal(epoch)
         if goal is not None:
             return current_job().clock.progress >= goal - 1e-6
-        if self._cursor < data_end:
-            span = self._stream.batch(self._cursor, self.current_batch_size, tail=self._tail)
-            if span.start >= data_end:
-                self._cursor = data_end
-        return self._cursor >= data_end
+        if position >= epoch.data_end:
+            return True
+        span = self._stream.batch(position, self.current_batch_size, tail=self._tail)
+        return span.start >= epoch.data_end
+
+    def _goal(self, epoch: _Epoch) -> float | None:
+        """The progress at which the epoch ends; None if its data say that."""
+        # A step that the model committed makes this the training loader; its rule says whether
+        # an epoch is measured by the data or by progress.
+        if current_job().clock.steps <= epoch.began.steps or not self._by_progress():
+            return None
+        per_epoch = self._steps_per_epoch()
+        return (math.floor((epoch.began.progress + 1e-6) / per_epoch) + 1) * per_epoch
 
     def _by_progress(self) -> bool:
         model = current_job().model
@@ -442,9 +505,7 @@ class AdaptiveDataLoader:
         limit = self._sizes.room.failed(size)
         job.emit(
             FaultEvent(
-                time=time.time(),
-                step=job.clock.steps,
-                generation=job.engine.generation,
+                **job.stamp(),
                 kind="out_of_memory",
                 detail=f"a micro-batch of {size} samples did not fit: {self._failed}; the step is "
                 f"repeated with at most {limit}",

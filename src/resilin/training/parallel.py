@@ -32,11 +32,13 @@ from resilin.core.rules import (
     group_factors,
     total_noise,
 )
+from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
+from resilin.training import steering
+from resilin.training.boundaries import begin_step
 from resilin.training.estimates import NoiseEstimates
 from resilin.training.gradstats import GroupNorms, MeasureSchedule
 from resilin.training.job import MicroBatch, current_job
 from resilin.training.optimizer import Gate, applied
-from resilin.training.recovery import begin_step
 from resilin.training.scaler import ScalerGate, calling_scaler
 from resilin.training.scheduler import ClockedScheduler
 from resilin.training.step import Part, StepGradient, tensors_in
@@ -106,7 +108,11 @@ class AdaptiveDataParallel(nn.Module):
                 "the job has an AdaptiveDataParallel already, and one is all it can train: call "
                 "release() on it, or resilin.reset_job() to begin another job"
             )
-        chosen = default_rule(type(optimizer).__name__) if rule == "auto" else get_rule(rule)
+        steered = steering.rule()
+        if steered is not None:
+            chosen = steered
+        else:
+            chosen = default_rule(type(optimizer).__name__) if rule == "auto" else get_rule(rule)
         self.module = model
         self.rule: ScalingRule = chosen
         """The scaling rule."""
@@ -182,6 +188,15 @@ class AdaptiveDataParallel(nn.Module):
         return self._factors
 
     @property
+    def step_weight(self) -> float | None:
+        """Weight of all micro-batches of the step, over all replicas: what its means divide by.
+
+        None until its gradient is complete, and again behind `optimizer.step()`.
+        """
+        result = self._gradient.result
+        return None if result is None else result.weight
+
+    @property
     def noise(self) -> Noise | None:
         """Noise of the whole model's gradient; None until it was measured."""
         return total_noise(self.group_noise)
@@ -216,6 +231,27 @@ class AdaptiveDataParallel(nn.Module):
         _validate.real("scale", scale, above=0)
         reference = self._reference(self._per_sample())
         return gain(self.noise, scale * reference, reference)
+
+    def to_tensorboard(self, writer: SummaryWriter, step: int, prefix: str = PREFIX) -> None:
+        """Writes what the model knows about the last step; only what the loop asks for.
+
+        `resilin.listen(resilin.telemetry.tensorboard.TensorBoard(writer))` does it by itself.
+
+        Args:
+            writer: A SummaryWriter, of torch or tensorboardX.
+            step: Where it is on the axis.
+            prefix: What the tags begin with.
+        """
+        values = {
+            "gain": self.gain,
+            "scale": self.scale,
+            "progress": self.progress,
+            "lr_factor": self.factors[0].lr,
+        }
+        noise = self.sample_noise
+        if noise is not None:
+            values.update(sqr_norm=noise.sqr_norm, trace=noise.trace)
+        write_scalars(writer, values, step, prefix)
 
     # The forward pass ----------------------------------------------------------------------
 
@@ -368,6 +404,8 @@ class AdaptiveDataParallel(nn.Module):
             tokens=weight,
             sample_steps=None if micro is None else micro.sample_steps,
         )
+        if job.recorder is not None:
+            job.recorder.committed(self, samples)
         self.end_step()
         if job.loader is not None:
             job.loader.commit()

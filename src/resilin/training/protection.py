@@ -14,9 +14,6 @@ from resilin.core import _validate
 from resilin.engine import environment
 from resilin.engine.base import Engine
 
-OFF = "off"
-"""What `RESILIN_MEMORY_DIR` says when there are to be no memory copies."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protection:
@@ -72,7 +69,7 @@ def memory_directory(engine: Engine, protection: Protection) -> Path | None:
     if protection.memory_every is None:
         return None
     named = os.environ.get(environment.MEMORY_DIR)
-    if named == OFF:
+    if named == environment.OFF:
         return None
     if named:
         return Path(named)

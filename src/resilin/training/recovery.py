@@ -16,18 +16,21 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from resilin.core.events import CheckpointEvent
 from resilin.engine import environment
 from resilin.engine.stop import RESTART
 from resilin.engine.torchrun import Torchrun, process_start
 from resilin.engine.watch import Peer, Watch
 from resilin.training.checkpoint import CheckpointError, Checkpoints
-from resilin.training.job import Job
+from resilin.training.checkpoint.commit import Commit
+from resilin.training.job import Job, Stamp
 from resilin.training.memory import MemoryCopies, Place
-from resilin.training.protection import Protection, from_environment, memory_directory
+from resilin.training.protection import Protection, memory_directory
 from resilin.training.registry import add_up
 from resilin.training.restore import newest_state
 from resilin.training.snapshot import Snapshot, Version
@@ -36,28 +39,6 @@ logger = logging.getLogger("resilin")
 
 MEMORY_BUDGET = 0.05
 """Part of the training time that memory copies may take when their interval is `auto`."""
-
-
-def start(job: Job) -> Recovery:
-    """Starts the job, once: restores the newest state there is."""
-    if job.recovery is None:
-        environment.log_to_stderr()
-        job.recovery = Recovery(job, job.protection or from_environment())
-        job.recovery.start()
-    assert isinstance(job.recovery, Recovery)
-    job.recovery.listen()
-    return job.recovery
-
-
-def begin_step(job: Job) -> None:
-    """Called before each step of training: the last one is over, and the next may begin."""
-    start(job).between_steps()
-    job.engine.begin_step()
-
-
-def end_step(job: Job) -> None:
-    """Called behind the last step of an epoch."""
-    start(job).between_steps()
 
 
 class Recovery:
@@ -79,12 +60,15 @@ class Recovery:
         self._interval = 1 if every == "auto" else (every or 0)
         self.resumed: Version | None = None
         """The state that the job went on from; None if it began anew."""
+        self.resumed_from = ""
+        """The same in words; empty if it began anew."""
         self._seen: Version | None = None
         self._kept: Version | None = None
         self._saved: Version | None = None
         self._save_step = 0
         self._save_time = time.monotonic()
         self._keep_seconds = 0.0
+        self._keep_times: deque[float] = deque(maxlen=3)
         self._boundary_time = time.monotonic()
         self._step_seconds = 0.0
         self._forgot = False
@@ -114,6 +98,7 @@ class Recovery:
         if snapshot is not None:
             self._job.registry.restore(snapshot, first_replica=engine.replica == 0)
             self.resumed = snapshot.version
+            self.resumed_from = f"step {snapshot.version.step} ({source})"
             engine.generation = snapshot.version.generation + 1
         self._seen = self._version()
         self._save_step, self._save_time = self._seen.step, time.monotonic()
@@ -122,13 +107,15 @@ class Recovery:
         self._keep()
         self.listen()
         if engine.replica == 0:
-            replicas = f"{engine.num_replicas} replica{'s' * (engine.num_replicas > 1)}"
+            many = engine.num_replicas > 1
+            replicas = f"{engine.num_replicas} replica{'s' if many else ''}"
             if snapshot is None:
-                logger.info("%s begin at step 0", replicas)
+                logger.info("%s begin%s at step 0", replicas, "" if many else "s")
             else:
                 logger.info(
-                    "%s go on from step %d (%s), restored in %.2f s",
+                    "%s %s on from step %d (%s), restored in %.2f s",
                     replicas,
+                    "go" if many else "goes",
                     snapshot.version.step,
                     source,
                     time.monotonic() - began,
@@ -200,6 +187,8 @@ class Recovery:
         if not self._engine.all_committed():
             return
         self._job.registry.warn_of_unclaimed()
+        if self._checkpoints is not None and self._checkpoints.is_done:
+            self._end_save()
         if self._protection.memory_every == "auto" and step_seconds > 0:
             wanted = keep_seconds / step_seconds / MEMORY_BUDGET
             self._interval = max(1, math.ceil(wanted))
@@ -234,8 +223,11 @@ class Recovery:
             # the host have theirs, and those of earlier generations are not needed.
             self._memory.forget(before=engine.generation)
             self._forgot = True
+        if self._kept is not None:
+            # Not the first one, which has to find its memory, and not one that was held up.
+            self._keep_times.append(time.monotonic() - began)
+            self._keep_seconds = min(self._keep_times)
         self._kept = version
-        self._keep_seconds = time.monotonic() - began
 
     # Checkpoints ---------------------------------------------------------------------------
 
@@ -250,10 +242,33 @@ class Recovery:
         """Waits for the save in flight, and says if it has failed."""
         assert self._checkpoints is not None
         try:
-            self._checkpoints.wait()
+            self._tell_saved(self._checkpoints.wait())
         except CheckpointError as error:
             logger.error("a checkpoint failed; training goes on: %s", error)
+            self._tell_failed(error)
             self._saved = None
+
+    def _tell_saved(self, commit: Commit | None) -> None:
+        if commit is None or self._engine.replica:
+            return
+        assert self._checkpoints is not None
+        stamp: Stamp = {**self._job.stamp(), "step": commit.version.step}
+        self._job.emit(
+            CheckpointEvent(
+                **stamp,
+                action="saved",
+                path=commit.path,
+                num_bytes=sum(file.size for file in commit.files.values()),
+                seconds=self._checkpoints.seconds,
+            )
+        )
+
+    def _tell_failed(self, error: CheckpointError) -> None:
+        if self._engine.replica == 0:
+            place = self._protection.checkpoint_dir or ""
+            self._job.emit(
+                CheckpointEvent(**self._job.stamp(), action="failed", path=place, detail=str(error))
+            )
 
     def _begin_save(self) -> None:
         assert self._checkpoints is not None
@@ -273,7 +288,9 @@ class Recovery:
             commit = self._checkpoints.save(self._whole_snapshot(), self._storage_group)
         except CheckpointError as error:
             logger.error("the last checkpoint failed: %s", error)
+            self._tell_failed(error)
             return
+        self._tell_saved(commit)
         self._saved = self._version()
         if self._engine.replica == 0:
             logger.info("saved step %d in %s", commit.version.step, commit.path)
@@ -287,6 +304,8 @@ class Recovery:
         self._save_now()
         if self._engine.replica == 0:
             logger.info("stopped at step %d (%s)", self._version().step, reason)
+        if self._job.recorder is not None:
+            self._job.recorder.close()
         self._engine.leave(asked=self._engine.stop.asked)
 
     def _abandon(self, reason: str, late: bool) -> None:
@@ -301,6 +320,8 @@ class Recovery:
             logger.exception("the memory copy was not saved")
         finally:
             # Whatever failed: nobody else ends a process whose main thread is stuck.
+            if self._job.recorder is not None:
+                self._job.recorder.flush()
             logging.shutdown()
             sys.stdout.flush()
             os._exit(self._engine.stop.exit_code if self._engine.stop.asked else RESTART)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -122,21 +122,28 @@ class Registry:
 
     # Restoring -----------------------------------------------------------------------------
 
-    def restore(self, snapshot: Snapshot, *, first_replica: bool) -> None:
+    def restore(
+        self, snapshot: Snapshot, *, first_replica: bool, without: Collection[str] = ()
+    ) -> None:
         """Gives each registered thing its state, and keeps the rest for those to come.
+
+        Args:
+            snapshot: The state.
+            first_replica: Whether this replica is the one that takes over restored sums.
+            without: Names that are not in it because somebody else restores them.
 
         Raises:
             ValueError: The state belongs to another model; the message says what differs. Also
                 whatever the things themselves raise.
         """
-        if MODEL in self._shared:
+        if MODEL in self._shared and MODEL not in without:
             _compare(self._shared[MODEL], snapshot)
         self._restored = replace(snapshot, tensors=dict(snapshot.tensors))
         self._unclaimed = set(snapshot.tree)
         for name, thing in list(self._shared.items()):
             if name in self._unclaimed:
                 self._claim(name, thing)
-            else:
+            elif name not in without:
                 warnings.warn(
                     f"{name!r} is not in the state that the job goes on from ({snapshot.version}): "
                     "it begins anew",

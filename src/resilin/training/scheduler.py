@@ -14,6 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from resilin.core import _validate
 from resilin.core.clock import CLOCKS, ClockName
 
+_OURS = ("step", "state_dict")
+"""Methods of a scheduler that a clock puts its own in place of."""
+
 
 class ClockedScheduler:
     """A scheduler whose `step` belongs to a clock until `release` is called."""
@@ -22,8 +25,9 @@ class ClockedScheduler:
         self.scheduler = scheduler
         self.clock: ClockName = clock
         """The clock that steps it."""
-        self._step = scheduler.step
-        vars(scheduler)["step"] = self._refuse
+        self._step, self._state_dict = scheduler.step, scheduler.state_dict
+        # Its state is all of its attributes, and others may save it, too.
+        vars(scheduler).update(step=self._refuse, state_dict=self.state_dict)
 
     @classmethod
     def make(
@@ -65,13 +69,14 @@ class ClockedScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own state, without what was put in place of its `step`."""
-        state: dict[str, Any] = self.scheduler.state_dict()
-        return {name: value for name, value in state.items() if name != "step"}
+        state: dict[str, Any] = self._state_dict()
+        return {name: value for name, value in state.items() if name not in _OURS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` returned."""
         self.scheduler.load_state_dict(state)
 
     def release(self) -> None:
-        """Gives the scheduler its own `step` back."""
-        vars(self.scheduler).pop("step", None)
+        """Gives the scheduler its own methods back."""
+        for name in _OURS:
+            vars(self.scheduler).pop(name, None)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from resilin.core import _validate
 from resilin.core.clock import Clock, Reference, Schedule
 from resilin.core.plan import BatchBounds, BatchPlan
 from resilin.core.trace import BatchTrace
+from resilin.training import steering
 from resilin.training.autoscale import Autoscaler
 from resilin.training.job import Job, current_job
 from resilin.training.room import Room
+
+logger = logging.getLogger("resilin")
 
 BatchSize = int | Schedule[int] | BatchTrace | Callable[[Clock], int]
 """A global batch size, or what it follows: a schedule, a trace, or a function of the clock."""
@@ -24,6 +28,7 @@ class BatchSizes:
         self._bounds = bounds
         self._wanted: BatchSize = reference.batch_size
         self._own_clock = Clock()
+        self._replayed: BatchTrace | None = None
         self.room = room
         """What fits into the memory of this replica, if that is watched."""
         self.autoscaler: Autoscaler | None = None
@@ -33,6 +38,8 @@ class BatchSizes:
         """The user chooses."""
         if isinstance(batch_size, int):
             _validate.whole("batch_size", batch_size, at_least=1)
+        if self._replayed is not None:
+            logger.debug("a trace is being replayed: the batch size %s waits", batch_size)
         self._wanted = batch_size
         self._forget_autoscaler()
 
@@ -46,7 +53,8 @@ class BatchSizes:
             )
         self._forget_autoscaler()
         self._bounds = bounds
-        self.autoscaler = Autoscaler(current_job(), batch_size, bounds, self.room)
+        if self._replayed is None:
+            self.autoscaler = Autoscaler(current_job(), batch_size, bounds, self.room)
 
     def _forget_autoscaler(self) -> None:
         voters = current_job().voters
@@ -55,7 +63,15 @@ class BatchSizes:
         self.autoscaler = None
 
     def take_part(self, job: Job, name: str) -> None:
-        """The loader trains: its autoscaler has state, and a voice in the ballots."""
+        """The loader trains: its autoscaler has state, and a voice in the ballots.
+
+        A trace that is to be replayed takes the place of what the script chose.
+        """
+        if self._replayed is None and (trace := steering.batch_trace()) is not None:
+            job.replays = steering.trace_source()
+            logger.info("the batch size follows %s, not the script", job.replays)
+            self._replayed = trace
+            self._forget_autoscaler()
         job.autoscaler = self.autoscaler
         job.registry.remove(name)
         if self.autoscaler is not None:
@@ -69,7 +85,7 @@ class BatchSizes:
         """The global batch size of the next step."""
         if self.autoscaler is not None:
             return self.autoscaler.batch_size
-        wanted, clock = self._wanted, self._clock()
+        wanted, clock = self._replayed or self._wanted, self._clock()
         if isinstance(wanted, int):
             size = wanted
         elif isinstance(wanted, BatchTrace):
@@ -98,9 +114,10 @@ class BatchSizes:
             batch_size: The global batch size; the remainder of an epoch has fewer samples.
         """
         replicas = current_job().engine.num_replicas
-        if samples == batch_size:
+        if samples == batch_size and self._replayed is None:
             return self._bounds.plan(samples, replicas)
-        # The remainder of an epoch is what it is: no smallest size and no global limit apply.
+        # The remainder of an epoch is what it is, and so is what a trace says: no smallest size
+        # and no global limit apply. What does not fit at once is accumulated.
         upper = self._bounds.local_bsz_bounds[1] if self._bounds.local_bsz_bounds else None
         return BatchPlan(samples, replicas, max_local_bsz=upper)
 

@@ -74,6 +74,8 @@ class StepGradient:
         self._ddp: DistributedDataParallel | None = None
         self._group: dist.ProcessGroup | None = None
         self._queued = False
+        self._armed = False
+        self._synced = False
         self._last_weight = 0.0
         self.sync = SyncTimer(self._parameters[0].device if self._parameters else "cpu")
         """How long steps wait for their reduction."""
@@ -111,7 +113,24 @@ class StepGradient:
             self._clear_grads()
         # A backward pass that failed has left its end to come.
         self._queued = False
+        self._disarm()
         self.reset()
+
+    def _disarm(self) -> None:
+        """Undoes what a forward pass has told DDP whose backward pass never ended.
+
+        DDP would reduce in the next backward pass, whichever that is.
+        """
+        if self._ddp is None or not self._armed:
+            return
+        if not self._synced:
+            # Also forgets which order of buckets it has agreed upon: nobody has, yet.
+            self._ddp.reducer._reset_state()
+            self._armed = False
+        elif not self._ddp.find_unused_parameters:
+            # Whatever a part of a backward pass has marked as ready. It stays armed: what it
+            # reduces before the last micro-batch, `_reduce_bucket` leaves as it is.
+            self._ddp.reducer.prepare_for_backward([])
 
     def join(self) -> None:
         """Wraps the module for the replicas that are present now, if they changed."""
@@ -120,6 +139,7 @@ class StepGradient:
             return
         self._group = group
         self._last_weight = 0.0
+        self._armed = self._synced = False
         self._ddp = None
         if group is not None:
             self._ddp = DistributedDataParallel(self._module, **self._ddp_kwargs)
@@ -177,6 +197,7 @@ class StepGradient:
         else:
             self._ddp.require_backward_grad_sync = self.part.last
             output = self._ddp(*args, **kwargs)
+            self._armed = self._armed or self.part.last
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
@@ -264,6 +285,7 @@ class StepGradient:
 
     def _conclude_all(self) -> Reduced:
         assert self.part is not None
+        self._armed, self._synced = False, True
         for parameter, grad in (self._held or {}).items():
             if parameter.grad is None:
                 # No replica used it, so DDP left it alone: as it was before it was put aside.
@@ -333,6 +355,12 @@ class StepGradient:
 
     def _reduce_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         assert self.part is not None
+        if not self.part.last:
+            # Armed by a forward pass that was given up: not yet, and never in part.
+            self._armed = False
+            as_it_is: torch.futures.Future[Tensor] = torch.futures.Future()
+            as_it_is.set_result(bucket.buffer())
+            return as_it_is
         self._reducing = True
         buffer, measure = bucket.buffer(), self.measure
         parameters: Sequence[Tensor] = bucket.parameters() if measure else ()

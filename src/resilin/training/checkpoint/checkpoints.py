@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,8 @@ class Checkpoints:
         self._stage = Stage()
         self._thread: threading.Thread | None = None
         self._outcome: Commit | Exception | None = None
+        self.seconds = 0.0
+        """How long the last save took, from its beginning to its commit."""
 
     def save(self, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Commit:
         """Saves a snapshot, on all replicas together; returns when it is committed.
@@ -91,6 +94,7 @@ class Checkpoints:
         self._thread.start()
 
     def _run(self, task: saver.Task, peers: Peers) -> None:
+        began = time.monotonic()
         try:
             commit = saver.save(self._storage, task, peers)
             if peers.rank == 0:
@@ -100,11 +104,17 @@ class Checkpoints:
             # Said here too, in case that nobody waits.
             logger.warning("%s", error)
             self._outcome = error
+        self.seconds = time.monotonic() - began
 
     @property
     def saving(self) -> bool:
         """Whether a save is in flight."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a save has ended and nobody has waited for it yet."""
+        return self._thread is not None and not self._thread.is_alive()
 
     def wait(self) -> Commit | None:
         """Waits for the save in flight; None if none was begun since the last call.

@@ -1,0 +1,149 @@
+"""`resilin compare`: scaling rules under traces with several seeds, as a table and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from resilin.cli import tables, values
+from resilin.cli.errors import say, user_errors
+from resilin.cli.replay import add_trace_options
+from resilin.core.rules import RULES
+from resilin.core.trace import BatchTrace
+from resilin.lab import launch
+from resilin.lab.compare import Comparison, compare
+from resilin.lab.grid import Grid
+from resilin.lab.replay import RUNS, as_batches, read_trace
+from resilin.telemetry.extras import load
+
+NAMES = tuple(name for name in RULES if name != "legw")
+"""The rules that a name says all of; LEGW needs a warm-up."""
+PICTURE = "compare.png"
+"""The picture in the directory of the comparison."""
+EXAMPLE = f"""\
+example:
+    resilin compare --rules constant,linear,sqrt,adascale --trace batches.csv \\
+        --trace spot.csv --max-replicas 16 --local-bsz 8 --step-seconds 30 \\
+        --seeds 5 examples/lab_digits.py --epochs 10
+
+  runs the script on each trace with each rule and each seed, and without a trace as the
+  reference. It prints a table; DIR has it as table.md and table.json, with {PICTURE}.
+
+The script records what is compared, after each evaluation: resilin.record(accuracy=...).
+{{seed}} in its arguments stands for the seed. Interrupted, the same command goes on.
+The exit code is 1 if a run failed; the others are run all the same.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    ours = argparse.ArgumentParser(
+        prog="resilin compare",
+        description="Compares scaling rules under traces: the same script with each rule, trace\n"
+        "and seed, beside a reference that no trace disturbs. Options come before the\nscript.",
+        usage="resilin compare --rules A,B --trace FILE [options] script.py [arguments]",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ours.add_argument("script", metavar="script.py", help="What to run.")
+    ours.add_argument(
+        "arguments", metavar="...", nargs=argparse.REMAINDER, help="What the script is given."
+    )
+    ours.add_argument(
+        "--rules",
+        required=True,
+        metavar="A,B",
+        help=f"Rules to compare: {', '.join(NAMES)}, or module:NAME of your own, with the "
+        "directory of the script on the path.",
+    )
+    ours.add_argument(
+        "--trace",
+        required=True,
+        action="append",
+        metavar="FILE",
+        help="A CSV file: step,batchsize or time,replicas. May be given again.",
+    )
+    ours.add_argument(
+        "--seeds", type=values.count, default=5, metavar="N", help="Seeds 0 to N - 1 (5)."
+    )
+    ours.add_argument("--metric", help="What to compare, if the script records several things.")
+    ours.add_argument("--unit", help="Unit of the metric, for the picture.")
+    ours.add_argument(
+        "--jobs", type=values.count, metavar="N", help="Runs at a time. Default: one per core."
+    )
+    ours.add_argument("--out", metavar="DIR", help="Default: resilin-runs/compare-SCRIPT.")
+    ours.add_argument(
+        "--again", action="store_true", help="Remove the results that are in DIR, and begin anew."
+    )
+    add_trace_options(ours)
+    tables.add_json_option(ours)
+    return ours
+
+
+@user_errors
+def main(arguments: Sequence[str]) -> int:
+    """Runs a comparison, or what is left of it.
+
+    Returns:
+        1 if a run failed, else 0.
+    """
+    args = parser().parse_args(arguments)
+    # Asked for before an hour of runs, not behind it.
+    load("matplotlib", "lab", "resilin compare")
+    script = launch.check_script(args.script)
+    grid = Grid(
+        script=script,
+        arguments=tuple(args.arguments),
+        rules=tuple(rule.strip() for rule in args.rules.split(",")),
+        traces=_traces(args),
+        num_seeds=args.seeds,
+        out=Path(args.out or Path(RUNS) / f"compare-{script.stem}"),
+    )
+    with launch.stoppable():
+        comparison = compare(
+            grid, metric=args.metric, jobs=args.jobs or _cores(), again=args.again, say=say
+        )
+    _draw(comparison, args.unit, grid.out / PICTURE)
+    header, body = comparison.cells()
+    print(tables.to_json(comparison.to_dict()) if args.json else tables.to_text(header, body))
+    for warning in comparison.warnings:
+        say(f"warning: {warning}")
+    for failure in comparison.failures:
+        say(f"{failure.cell.place} {failure.reason}; the end of its log:")
+        for line in failure.log.splitlines():
+            say(f"  {line}")
+    say(f"table and picture are in {grid.out}")
+    return int(bool(comparison.failures))
+
+
+def _traces(args: argparse.Namespace) -> dict[str, BatchTrace]:
+    traces: dict[str, BatchTrace] = {}
+    for path in args.trace:
+        name = Path(path).stem
+        if name in traces:
+            raise ValueError(f"two traces are called {name!r}, which names their results: {path}")
+        trace = read_trace(path, end=args.end, restarts=args.restarts)
+        traces[name] = as_batches(
+            trace,
+            local_bsz=args.local_bsz,
+            step_seconds=args.step_seconds,
+            max_replicas=args.max_replicas,
+            name=path,
+        )
+    return traces
+
+
+def _draw(comparison: Comparison, unit: str | None, path: Path) -> None:
+    # matplotlib takes half a second to load, and `--help` has no use for it.
+    from resilin.lab import style
+    from resilin.lab.compare_plots import draw
+
+    style.save_png(draw(comparison, unit), path)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

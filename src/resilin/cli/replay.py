@@ -1,0 +1,186 @@
+"""`resilin replay`: a script under a trace, by accumulation or with processes that come and go."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from resilin.cli import values
+from resilin.cli.errors import say, user_errors
+from resilin.core.trace import TRACE_ENDS, TRACE_RESTARTS, BatchTrace, CapacityTrace
+from resilin.lab import launch
+from resilin.lab.capacity import log_of, replay_capacity
+from resilin.lab.grid import log_end
+from resilin.lab.replay import as_batches, new_run_dir, read_trace, replay_batches
+
+EXAMPLE = """\
+examples:
+  a batch-size trace (step,batchsize), on this machine alone:
+    resilin replay batches.csv train.py --epochs 10
+
+  what 16 spot machines with 8 samples each would have done, by accumulation:
+    resilin replay spot.csv --max-replicas 16 --local-bsz 8 --step-seconds 30 train.py
+
+  the same market with real processes that come and go, an hour in six seconds:
+    resilin replay spot.csv --processes --max-replicas 3 --speed 600 train.py
+
+The exit code is that of the script; 1 also if it did not take up the trace.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    ours = argparse.ArgumentParser(
+        prog="resilin replay",
+        description="Runs a script built on resilin while its batch size, or the machines that\n"
+        "it runs on, follow a trace. Options come before the script.",
+        usage="resilin replay TRACE [options] script.py [arguments of the script]",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ours.add_argument("trace", metavar="TRACE", help="A CSV file: step,batchsize or time,replicas.")
+    ours.add_argument("script", metavar="script.py", help="What to run.")
+    ours.add_argument(
+        "arguments", metavar="...", nargs=argparse.REMAINDER, help="What the script is given."
+    )
+    ours.add_argument("--run-dir", help="Where events go. Default: resilin-runs/replay-TIME.")
+    ours.add_argument("--rule", help="Scaling rule in place of the script's: NAME or module:NAME.")
+    ours.add_argument(
+        "--seed",
+        type=values.count_or_none,
+        help="Seed of the samples' order, where the script gives none, and of generators.",
+    )
+    add_trace_options(ours)
+    ours.add_argument(
+        "--replicas",
+        type=values.count,
+        metavar="N",
+        help="Processes on this machine that share each batch. Default: the plain script.",
+    )
+    group = ours.add_argument_group("a capacity trace with real processes")
+    group.add_argument(
+        "--processes",
+        action="store_true",
+        help="Start and stop agents of resilin run as the trace says.",
+    )
+    group.add_argument(
+        "--speed", type=float, help="Seconds of the trace that pass in one. Default: 1."
+    )
+    return ours
+
+
+def add_trace_options(ours: argparse.ArgumentParser) -> None:
+    """How a trace is read, and how capacity becomes batch sizes."""
+    ours.add_argument(
+        "--end", choices=TRACE_ENDS, default="hold", help="What follows after the trace (hold)."
+    )
+    ours.add_argument(
+        "--restarts",
+        choices=TRACE_RESTARTS,
+        default="error",
+        help="What it means that the steps of a trace begin again at 0 (error).",
+    )
+    group = ours.add_argument_group("a capacity trace turned into batch sizes")
+    group.add_argument(
+        "--local-bsz", type=values.count, metavar="N", help="Samples of each replica in a step."
+    )
+    group.add_argument(
+        "--step-seconds",
+        type=values.seconds,
+        metavar="TIME",
+        help="Time of the trace that a step takes.",
+    )
+    group.add_argument(
+        "--max-replicas",
+        type=values.count,
+        metavar="N",
+        help="Map the counts of the trace onto at most N replicas.",
+    )
+
+
+@user_errors
+def main(arguments: Sequence[str]) -> int:
+    """Replays a trace.
+
+    Returns:
+        The exit code of the script, or 1 if it did not take up the trace.
+    """
+    ours = parser()
+    args = ours.parse_args(arguments)
+    trace = read_trace(args.trace, end=args.end, restarts=args.restarts)
+    _check(ours, args, trace)
+    launch.check_script(args.script)
+    if args.rule is not None:
+        launch.check_rule(args.rule)
+    with launch.stoppable():
+        if args.processes:
+            assert isinstance(trace, CapacityTrace)
+            return _with_processes(args, trace)
+        batches = as_batches(
+            trace,
+            local_bsz=args.local_bsz,
+            step_seconds=args.step_seconds,
+            max_replicas=args.max_replicas,
+            name=args.trace,
+        )
+        run_dir = new_run_dir(args.run_dir)
+        say(f"events go to {run_dir}")
+        return replay_batches(
+            batches,
+            args.script,
+            args.arguments,
+            run_dir=run_dir,
+            replicas=args.replicas,
+            rule=args.rule,
+            seed=args.seed,
+        )
+
+
+def _with_processes(args: argparse.Namespace, trace: CapacityTrace) -> int:
+    run_dir = new_run_dir(args.run_dir)
+    say(f"events, checkpoints and the logs of the machines go to {run_dir}")
+    code = replay_capacity(
+        trace,
+        args.script,
+        args.arguments,
+        run_dir=run_dir,
+        speed=1.0 if args.speed is None else args.speed,
+        max_replicas=args.max_replicas,
+        rule=args.rule,
+        seed=args.seed,
+        say=say,
+    )
+    if code:
+        say(f"the job failed; the end of {log_of(Path(run_dir), 0)}:")
+        say("\n" + log_end(log_of(Path(run_dir), 0)))
+    return code
+
+
+def _check(
+    ours: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    trace: BatchTrace | CapacityTrace,
+) -> None:
+    """Refuses options that the trace, or the way to follow it, has no use for."""
+    sizes = {"--local-bsz": args.local_bsz, "--step-seconds": args.step_seconds}
+    given = [name for name, value in sizes.items() if value is not None]
+    if isinstance(trace, BatchTrace):
+        given += [] if args.max_replicas is None else ["--max-replicas"]
+        given += ["--processes"] if args.processes else []
+        if given:
+            ours.error(f"{args.trace} has batch sizes: {', '.join(given)} is for capacity traces")
+    if args.processes:
+        given += [] if args.replicas is None else ["--replicas"]
+        if given:
+            ours.error(
+                f"--processes follows the trace with machines, so the script chooses its batch "
+                f"size, and {', '.join(given)} has no meaning"
+            )
+    elif args.speed is not None:
+        ours.error("--speed is for --processes: batch sizes go by steps, and not by time")
+    elif isinstance(trace, CapacityTrace) and len(given) < 2:
+        ours.error(
+            f"{args.trace} tells of replicas over time: give --local-bsz and --step-seconds for "
+            "batch sizes, or --processes for real processes"
+        )

@@ -1,0 +1,133 @@
+"""`resilin top`: a run on one screen, while it goes."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from resilin.cli.errors import user_errors
+from resilin.cli.values import seconds
+from resilin.telemetry.extras import load
+from resilin.telemetry.read import Follower
+from resilin.telemetry.status import Status
+
+SHORTEST = 0.05
+"""Seconds between two looks, at least."""
+STALE = 1.0
+"""Seconds after which the screen is drawn again although nothing was told: time went by."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `resilin top`."""
+    ours = argparse.ArgumentParser(
+        prog="resilin top",
+        description="Shows a run while it goes: replicas, batch size, learning rate, gain, noise, "
+        "goodput,\nhow far it is, and what happened last. Reads the events of the run directory "
+        "and nothing else,\nso it needs no connection to the job. Ctrl-C ends it, not the job.",
+        epilog="example:\n"
+        "  resilin run --nproc 4 --run-dir runs/a train.py     # in one terminal\n"
+        "  resilin top runs/a                                  # in another one\n"
+        "  resilin top --json runs/a | jq .seconds_left        # for a script\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ours.add_argument("run_dir", metavar="RUN_DIR", help="directory with the events of a run")
+    ours.add_argument(
+        "--once",
+        action="store_true",
+        help="print one picture and end, as is done wherever stdout is no terminal",
+    )
+    ours.add_argument(
+        "--json", action="store_true", help="print the state as one JSON object and end"
+    )
+    ours.add_argument(
+        "--every",
+        type=seconds,
+        default=0.5,
+        metavar="SECONDS",
+        help="how often to look for new events (default: %(default)s)",
+    )
+    return ours
+
+
+@user_errors
+def main(arguments: Sequence[str]) -> int:
+    """Shows a run until Ctrl-C, or once.
+
+    Returns:
+        0; 1 if there is nothing to show, or nothing to show it with.
+    """
+    args = parser().parse_args(arguments)
+    status, follower = Status(Path(args.run_dir).resolve().name), Follower(args.run_dir)
+    try:
+        if args.json:
+            return _print_json(status, follower, args.run_dir)
+        load("rich", "lab", "resilin top")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # Names in any script must not end the view on a terminal that lacks it.
+            sys.stdout.reconfigure(errors="replace")
+        if args.once or not sys.stdout.isatty():
+            return _print_once(status, follower, args.run_dir)
+        return _follow(status, follower, args.every)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _read(status: Status, follower: Follower, run_dir: str) -> None:
+    status.take(follower.poll())
+    if status.last is None:
+        raise ValueError(
+            f"{run_dir} has no events: a job writes them with `resilin run --run-dir {run_dir} "
+            f"...`, or with `resilin.events_to({run_dir!r})` in its script"
+        )
+
+
+def _print_json(status: Status, follower: Follower, run_dir: str) -> int:
+    _read(status, follower, run_dir)
+    state = status.as_dict(time.time())
+    state["damaged_lines"] = len(follower.damage)
+    print(json.dumps(state, indent=2, allow_nan=False))
+    return 0
+
+
+def _print_once(status: Status, follower: Follower, run_dir: str) -> int:
+    from rich.console import Console
+
+    from resilin.telemetry.view import View
+
+    _read(status, follower, run_dir)
+    Console().print(View(status, time.time(), note=_note(follower)))
+    return 0
+
+
+def _follow(status: Status, follower: Follower, every: float) -> int:
+    from rich.console import Console
+    from rich.live import Live
+
+    from resilin.telemetry.view import View
+
+    console = Console()
+
+    def picture() -> View:
+        return View(status, time.time(), height=console.height, note=_note(follower))
+
+    with Live(picture(), console=console, screen=True, auto_refresh=False) as live:
+        drawn, size = 0.0, console.size
+        while True:
+            told = follower.poll()
+            status.take(told)
+            now = time.monotonic()
+            if told or size != console.size or now - drawn >= STALE:
+                live.update(picture(), refresh=True)
+                drawn, size = now, console.size
+            time.sleep(max(every, SHORTEST))
+
+
+def _note(follower: Follower) -> str:
+    if not follower.damage:
+        return ""
+    return f"{len(follower.damage)} lines could not be read, the last one: {follower.damage[-1]}"

@@ -1,0 +1,292 @@
+"""The runs of a comparison: rule by trace by seed, each a process with a directory of its own.
+
+A run that is done leaves `result.json`, written at once or not at all, and is not run again. So a
+comparison that was interrupted goes on where it was, and one that gets more seeds, rules or traces
+adds only those. What the results depend on is written down beside them; a directory in which
+something of it has changed is refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from resilin.core import _validate
+from resilin.core.trace import BatchTrace
+from resilin.lab import launch
+from resilin.lab.replay import write_trace
+from resilin.lab.results import UnclearMetric
+
+REFERENCE = "reference"
+"""Name of the runs without a trace, at the script's own batch size and rule."""
+RESULT = "result.json"
+"""What a run that is done leaves in its directory."""
+LOG = "log.txt"
+"""What a run has printed."""
+BASIS = "compare.json"
+"""What the results of a directory depend on."""
+POLL = 0.05
+"""Seconds between two looks at the running processes."""
+LOG_END = 12
+"""Lines of its log that a failed run is reported with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of the grid."""
+
+    trace: str | None
+    """Name of the trace; None for a reference run."""
+    rule: str | None
+    """The scaling rule; None for a reference run."""
+    seed: int
+    """The seed."""
+
+    @property
+    def place(self) -> str:
+        """Its directory, relative to that of the comparison."""
+        if self.trace is None or self.rule is None:
+            return f"{REFERENCE}/seed-{self.seed}"
+        return f"{self.trace}/{directory_name(self.rule)}/seed-{self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A run that gave no result."""
+
+    cell: Cell
+    """Which one."""
+    reason: str
+    """Why."""
+    log: str
+    """The end of what it printed."""
+
+
+def directory_name(rule: str) -> str:
+    """The name of a rule as that of a directory."""
+    return re.sub(r"[^\w.-]", "-", rule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """What is compared."""
+
+    script: Path
+    """The script that is run in every cell."""
+    arguments: tuple[str, ...] = ()
+    """What it is given; `{seed}` stands for the seed."""
+    rules: tuple[str, ...]
+    """Scaling rules: names, or `package.module:attribute`."""
+    traces: Mapping[str, BatchTrace]
+    """The traces by name."""
+    num_seeds: int
+    """Each rule and trace is run with the seeds from 0 up to this."""
+    out: Path
+    """Directory of the comparison."""
+
+    def __post_init__(self) -> None:
+        launch.check_script(self.script)
+        _validate.whole("num_seeds", self.num_seeds, at_least=1)
+        if not self.rules or not self.traces:
+            raise ValueError("a comparison needs at least one rule and one trace")
+        for rule in self.rules:
+            launch.check_rule(rule)
+        for what, names in (("rule", map(directory_name, self.rules)), ("trace", self.traces)):
+            seen: set[str] = set()
+            for name in names:
+                if name in seen:
+                    raise ValueError(f"{what} {name!r} is there twice")
+                seen.add(name)
+        for name in self.traces:
+            if name == REFERENCE or not re.fullmatch(r"\w[\w.-]*", name):
+                raise ValueError(
+                    f"trace {name!r} names a directory: it must be made of letters, digits, and "
+                    f". - _ and must not be {REFERENCE!r}"
+                )
+
+    def cells(self) -> list[Cell]:
+        """All runs, seed by seed: what is interrupted is a whole comparison of fewer seeds."""
+        cells = []
+        for seed in range(self.num_seeds):
+            cells.append(Cell(None, None, seed))
+            cells += [Cell(trace, rule, seed) for trace in self.traces for rule in self.rules]
+        return cells
+
+    def basis(self) -> dict[str, Any]:
+        """What the results depend on, as plain values."""
+        return {
+            "script": self.script.name,
+            "content of the script": _digest(self.script.read_bytes()),
+            "arguments": list(self.arguments),
+            "traces": {
+                name: _digest(f"{trace.end}\n{trace.format()}".encode())
+                for name, trace in self.traces.items()
+            },
+            "rules": {rule: self._rule_digest(rule) for rule in self.rules},
+        }
+
+    def _rule_digest(self, rule: str) -> str:
+        """The content of the module of a rule, if that is beside the script."""
+        module, colon, _ = rule.partition(":")
+        path = self.script.parent / (module.replace(".", "/") + ".py")
+        return _digest(path.read_bytes()) if colon and path.is_file() else ""
+
+    @contextmanager
+    def held(self, *, again: bool = False) -> Iterator[None]:
+        """Holds the directory for this comparison.
+
+        Args:
+            again: Whether to remove the results of the comparison that is there.
+
+        Raises:
+            ValueError: Another process works in it, or it holds something else.
+        """
+        self.out.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.out, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"another comparison works in {str(self.out)!r}") from None
+            self._claim(again)
+            yield
+        finally:
+            os.close(lock)
+
+    def _claim(self, again: bool) -> None:
+        path, basis = self.out / BASIS, self.basis()
+        if path.exists():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            if again:
+                for name in (REFERENCE, *before["traces"]):
+                    shutil.rmtree(self.out / name, ignore_errors=True)
+            elif differences := _differences(before, basis):
+                raise ValueError(
+                    f"{str(self.out)!r} holds the results of another comparison: "
+                    f"{'; '.join(differences)}. --again runs all of it anew, --out chooses "
+                    "another directory"
+                )
+            else:
+                for kind in ("traces", "rules"):
+                    basis[kind] = before[kind] | basis[kind]
+        elif any(self.out.iterdir()):
+            raise ValueError(f"{str(self.out)!r} is not empty, and no comparison: choose another")
+        write_json(path, basis)
+
+    def start(self, cell: Cell) -> subprocess.Popen[bytes]:
+        """Starts one run, in an empty directory."""
+        directory = self.out / cell.place
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        trace = None if cell.trace is None else self.traces[cell.trace]
+        env = launch.surroundings(
+            directory,
+            trace=None if trace is None else write_trace(trace, directory),
+            end="hold" if trace is None else trace.end,
+            rule=cell.rule,
+            seed=cell.seed,
+        )
+        env["OMP_NUM_THREADS"] = "1"  # runs share the machine, and give the same on any machine
+        arguments = [argument.replace("{seed}", str(cell.seed)) for argument in self.arguments]
+        with (directory / LOG).open("wb") as output:
+            return launch.begin(launch.command(self.script, arguments, seeded=True), env, output)
+
+
+def run_cells(
+    grid: Grid,
+    cells: Sequence[Cell],
+    finish: Callable[[Cell, Path], None],
+    *,
+    jobs: int,
+    say: Callable[[str], None],
+) -> list[Failure]:
+    """Runs cells, several at a time. Whatever ends this ends what still runs.
+
+    Args:
+        grid: What they are part of.
+        cells: What is to be run.
+        finish: Writes down the result of a run that ended well. A `ValueError` is its failure; an
+            `UnclearMetric` is that of all of them, and goes on.
+        jobs: How many run at a time.
+        say: Is told of each that ended.
+    """
+    _validate.whole("jobs", jobs, at_least=1)
+    waiting = list(reversed(cells))
+    running: dict[Cell, tuple[subprocess.Popen[bytes], float]] = {}
+    failures: list[Failure] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                cell = waiting.pop()
+                running[cell] = grid.start(cell), time.monotonic()
+            ended = [cell for cell, (process, _) in running.items() if process.poll() is not None]
+            for cell in ended:
+                process, began = running.pop(cell)
+                reason = _reason(grid, cell, launch.exit_code(process), finish)
+                if reason is not None:
+                    failures.append(Failure(cell, reason, log_end(grid.out / cell.place / LOG)))
+                left = len(waiting) + len(running)
+                took = f"{time.monotonic() - began:.1f} s"
+                say(f"{cell.place}: {reason or took}; {len(cells) - left} of {len(cells)} runs")
+            if not ended:
+                time.sleep(POLL)
+    finally:
+        launch.end([process for process, _ in running.values()], launch.SCRIPT_GRACE)
+    return failures
+
+
+def _reason(grid: Grid, cell: Cell, code: int, finish: Callable[[Cell, Path], None]) -> str | None:
+    """Why a run that has ended gave no result; None if it did."""
+    if code:
+        return f"failed with exit code {code}"
+    try:
+        finish(cell, grid.out / cell.place)
+    except UnclearMetric:
+        raise
+    except ValueError as error:
+        return f"failed: {error}"
+    return None
+
+
+def log_end(path: Path) -> str:
+    """The last lines of a log."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(lines[-LOG_END:])
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file that is there as a whole or not at all."""
+    hidden = path.with_name(f".{path.name}.{os.getpid()}")
+    hidden.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    hidden.replace(path)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What has changed, in words. Traces and rules may come and go, but not change."""
+    changed = [
+        f"{what} was {before[what]!r} and is {now[what]!r}"
+        for what in ("script", "arguments")
+        if before[what] != now[what]
+    ]
+    if not changed and before["content of the script"] != now["content of the script"]:
+        changed.append(f"the content of {now['script']} has changed")
+    for kind, what in (("traces", "trace"), ("rules", "the module of rule")):
+        for name, digest in now[kind].items():
+            if before[kind].get(name, digest) != digest:
+                changed.append(f"{what} {name} has changed")
+    return changed

@@ -1,0 +1,214 @@
+"""How the lab starts a script, steers it, and ends it.
+
+A script is steered through the environment alone, so nothing in it has to know of the lab. Run as
+`python -m resilin.lab.launch script.py arguments`, this module seeds the generators of Python,
+numpy and torch with `RESILIN_SEED`, and then runs the script as `python script.py arguments` would.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from resilin.core.rules import get_rule
+from resilin.core.trace import TraceEnd
+from resilin.engine import environment
+
+OWN = (
+    environment.AGENT,
+    environment.BATCH_TRACE,
+    environment.BATCH_TRACE_END,
+    environment.CHECKPOINT_DIR,
+    environment.LAB,
+    environment.MEMORY_DIR,
+    environment.RULE,
+    environment.RUN_DIR,
+    environment.SEED,
+)
+"""Variables that the lab sets for a run, or takes out of its surroundings."""
+AGENT_GRACE = 45.0
+"""Seconds for an agent that is told to stop: its workers have 30 of them to save."""
+SCRIPT_GRACE = 10.0
+"""Seconds for a script that is told to stop."""
+
+
+def check_rule(rule: str) -> str:
+    """Returns the rule if it can be one: a name, or `package.module:attribute`.
+
+    What is to be imported is left to the process of the script, which has its path.
+
+    Raises:
+        ValueError: There is no such name, or the rule of this name needs parameters.
+    """
+    module, colon, attribute = rule.partition(":")
+    if not colon:
+        get_rule(rule)
+    elif not (module and attribute):
+        raise ValueError(f"rule ({rule!r}) must be a name or package.module:attribute")
+    return rule
+
+
+def check_script(script: str | os.PathLike[str]) -> Path:
+    """Returns the script as a path.
+
+    Raises:
+        ValueError: There is no such file.
+    """
+    path = Path(script)
+    if not path.is_file():
+        raise ValueError(f"there is no script {str(path)!r}")
+    return path
+
+
+def command(
+    script: str | os.PathLike[str],
+    arguments: Sequence[str] = (),
+    *,
+    seeded: bool = False,
+    run_options: Sequence[str] | None = None,
+) -> list[str]:
+    """The command line that runs a script.
+
+    Args:
+        script: The script.
+        arguments: What it is given.
+        seeded: Whether generators are seeded before it begins.
+        run_options: Options of `resilin run`, if it is to be started by that.
+    """
+    start = [sys.executable]
+    if run_options is not None:
+        start += ["-m", "resilin.cli", "run", *run_options]
+    if seeded:
+        start += ["-m", "resilin.lab.launch"]
+    return [*start, os.fspath(script), *arguments]
+
+
+def surroundings(
+    run_dir: Path,
+    *,
+    trace: Path | None = None,
+    end: TraceEnd = "hold",
+    rule: str | None = None,
+    seed: int | None = None,
+) -> dict[str, str]:
+    """The environment of a run, which steers the training in it.
+
+    Args:
+        run_dir: Where events go, and checkpoints if the script keeps any.
+        trace: File with a batch-size trace to follow.
+        end: What follows after the trace.
+        rule: Scaling rule in place of the script's.
+        seed: Seed of the order of samples, where the script gives none, and of generators.
+    """
+    env = {name: value for name, value in os.environ.items() if name not in OWN}
+    env[environment.RUN_DIR] = str(run_dir.absolute())
+    env[environment.LAB] = "1"
+    if trace is not None:
+        env[environment.BATCH_TRACE] = str(trace.absolute())
+        env[environment.BATCH_TRACE_END] = end
+    if rule is not None:
+        env[environment.RULE] = rule
+    if seed is not None:
+        env[environment.SEED] = str(seed)
+    return env
+
+
+def begin(line: Sequence[str], env: dict[str, str], output: Any = None) -> subprocess.Popen[bytes]:
+    """Starts a process that is ended by us alone: signals of the terminal do not reach it.
+
+    Args:
+        line: Its command line.
+        env: Its environment.
+        output: A file for what it prints; None leaves it our own.
+    """
+    return subprocess.Popen(
+        line,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]], grace: float) -> None:
+    """Tells processes to stop, kills what has not ended in time, and reaps all of them.
+
+    Args:
+        processes: Processes of `begin`; some may have ended already.
+        grace: Seconds that they have. A second Ctrl-C cuts them short.
+    """
+    try:
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+        deadline = time.monotonic() + grace
+        with suppress(subprocess.TimeoutExpired):
+            for process in processes:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                # The whole group, as a script may have workers of its own.
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def exit_code(process: subprocess.Popen[bytes]) -> int:
+    """The exit code as a shell gives it: 128 and the number of the signal that ended it."""
+    code = process.returncode
+    return 128 - code if code < 0 else code
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Makes SIGTERM leave this block as Ctrl-C does, so that what was started in it is ended."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)  # what is left to do must not be cut off
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds the global generators of Python, numpy and torch."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**64)
+
+
+def main() -> None:
+    """Runs the script that the command line names."""
+    if len(sys.argv) < 2:
+        raise SystemExit("usage: python -m resilin.lab.launch script.py [arguments]")
+    del sys.argv[0]
+    script = sys.argv[0]
+    if not getattr(sys.flags, "safe_path", False):
+        # Where `python script.py` looks for modules first. It was the working directory.
+        sys.path[0] = str(Path(script).resolve().parent)
+    if seed := os.environ.get(environment.SEED):
+        seed_generators(int(seed))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

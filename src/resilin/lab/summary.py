@@ -1,0 +1,220 @@
+"""`Summary`: a run in a few numbers, as a table shows them and `--json` prints them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from resilin.lab.curves import Array
+from resilin.telemetry.run import Run
+from resilin.telemetry.wording import amount, extent, span
+
+TAIL = 50
+"""The loss at the end is the mean of the last one in this many of the steps that were told of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What became of one run. What is not known is None."""
+
+    name: str
+    """Last part of its directory."""
+    script: str = ""
+    """What was started."""
+    rule: str = ""
+    """The scaling rule."""
+    optimizer: str = ""
+    """Class of the optimizer."""
+    software: str = ""
+    """Versions of resilin, torch and Python."""
+    trace: str = ""
+    """The batch-size trace that was replayed, if one was."""
+    reference: int | None = None
+    """The reference batch."""
+    seconds: float
+    """From the first event to the last, with all pauses."""
+    steps: int
+    """Optimizer steps."""
+    samples: int
+    """Samples used."""
+    progress: float
+    """Reference steps done, by accumulated gain."""
+    steps_done: float
+    """Reference steps done, by the clock that the rule measures the run by."""
+    total_steps: float | None = None
+    """Length of the run in reference steps."""
+    generations: int
+    """Periods with a fixed set of replicas."""
+    replicas: tuple[int, int] | None = None
+    """Fewest and most."""
+    batch_size: tuple[int, int] | None = None
+    """Smallest and largest; the remainder of an epoch does not count."""
+    goodput: float | None = None
+    """Reference samples per second over the whole time, pauses included."""
+    throughput: float | None = None
+    """Samples per second over the whole time, pauses included."""
+    paused_seconds: float
+    """Time without steps between generations."""
+    repeated_steps: int
+    """Steps that were made again, since a generation went on from an older state."""
+    rescales: int
+    """How often the set of replicas changed, or began again."""
+    faults: int
+    """What went wrong."""
+    checkpoints_saved: int
+    """Checkpoints that were written."""
+    checkpoints_failed: int
+    """Checkpoints that could not be written or read."""
+    loss: float | None = None
+    """Loss at the end: the mean over the last 2% of the steps that were told of."""
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """The last value of each metric."""
+    damaged_lines: int = 0
+    """Lines of the log that could not be read."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Names and values, in words."""
+        total = "" if self.total_steps is None else f" of {amount(self.total_steps)}"
+        failed = f", {self.checkpoints_failed:,} failed" if self.checkpoints_failed else ""
+        rows = [
+            ("script", self.script or "-"),
+            ("rule", ", ".join(filter(None, (self.rule, self.optimizer))) or "-"),
+            *([("replayed trace", self.trace)] if self.trace else []),
+            ("duration", span(self.seconds)),
+            ("done (reference steps)", amount(self.steps_done) + total),
+            ("progress (reference steps)", amount(self.progress)),
+            ("optimizer steps", f"{self.steps:,}"),
+            ("samples", amount(self.samples)),
+            ("reference batch (samples)", amount(self.reference)),
+            ("batch size (samples)", extent(self.batch_size or ())),
+            ("replicas", extent(self.replicas or ())),
+            ("generations", f"{self.generations:,}"),
+            ("mean goodput (reference samples/s)", amount(self.goodput)),
+            ("mean throughput (samples/s)", amount(self.throughput)),
+            ("time without steps", span(self.paused_seconds)),
+            ("steps made again", f"{self.repeated_steps:,}"),
+            ("faults", f"{self.faults:,}"),
+            ("checkpoints", f"{self.checkpoints_saved:,} saved{failed}"),
+            ("loss at the end", amount(self.loss)),
+        ]
+        rows += [(f"last {name}", amount(value)) for name, value in self.metrics.items()]
+        return rows
+
+
+def summarise(run: Run) -> Summary:
+    """The numbers of a run."""
+    start, steps, seconds = run.start, run.steps, run.duration
+    made, samples, progress = (
+        _last(column) for column in (steps.step, steps.samples, steps.progress)
+    )
+    # What was done before the first step that this log tells of is not this run's work.
+    learned = progress - (_first(steps.progress) - _first(steps.gain))
+    used = samples - (_first(steps.samples) - _first(steps.batch_size))
+    reference = run.reference or None
+    actions = [checkpoint.action for checkpoint in run.checkpoints]
+    metrics = {name: _finite(_last(series.value)) for name, series in run.metrics.items()}
+    loss = _end(steps.loss)
+    if loss is None:
+        loss = metrics.pop("loss", None)
+    return Summary(
+        name=run.name,
+        script=start.script if start else "",
+        rule=start.rule if start else "",
+        optimizer=start.optimizer if start else "",
+        software=start.software if start else "",
+        trace=start.trace if start else "",
+        reference=reference,
+        seconds=seconds,
+        steps=int(made),
+        samples=int(samples),
+        progress=progress,
+        steps_done=progress
+        if start is None or start.clock == "progress"
+        else samples / (reference or 1),
+        total_steps=_finite(start.total_steps) if start else None,
+        generations=len(
+            {*np.unique(steps.generation).tolist(), *(s.generation for s in run.starts)}
+        ),
+        replicas=_bounds(steps.replicas),
+        batch_size=_bounds(steps.batch_size[whole_batches(run)]),
+        goodput=_finite(learned * reference / seconds) if reference and seconds else None,
+        throughput=_finite(used / seconds) if seconds else None,
+        paused_seconds=_paused(run),
+        repeated_steps=_repeated(run),
+        rescales=len(run.rescales),
+        faults=len(run.faults),
+        checkpoints_saved=actions.count("saved"),
+        checkpoints_failed=actions.count("failed"),
+        loss=loss,
+        metrics=metrics,
+        damaged_lines=len(run.damage),
+    )
+
+
+def whole_batches(run: Run) -> npt.NDArray[np.bool_]:
+    """Which steps had the batch size that was chosen, and not what an epoch had left.
+
+    A remainder shows by its scale, which counts the reference steps that it began. One that is a
+    whole number of reference batches looks like any other batch.
+    """
+    steps, reference = run.steps, float(run.reference or math.nan)
+    with np.errstate(all="ignore"):
+        whole = ~(np.abs(steps.batch_size - steps.scale * reference) > 0.5)
+    return np.asarray(whole) if whole.any() else np.ones(len(steps), dtype=np.bool_)
+
+
+def _paused(run: Run) -> float:
+    """Time between the last step of a generation and the first of the next one."""
+    steps = run.steps
+    told = {event.generation: event.seconds for event in run.rescales if event.seconds is not None}
+    total = 0.0
+    for last in np.flatnonzero(np.diff(steps.generation) != 0):
+        known = told.get(int(steps.generation[last + 1]))
+        # Steps are told of now and then, so the job's own word goes before the gap that shows.
+        gap = float(steps.time[last + 1] - steps.time[last])
+        pause = gap if known is None else known
+        total += pause if math.isfinite(pause) and pause > 0 else 0.0
+    return total
+
+
+def _repeated(run: Run) -> int:
+    steps, total = run.steps, 0
+    for start in run.starts[1:]:
+        before = steps.step[steps.time < start.time]
+        if len(before) and math.isfinite(before[-1]):
+            total += max(0, int(before[-1]) - start.step)
+    return total
+
+
+def _first(column: Array) -> float:
+    return _or_zero(column[:1])
+
+
+def _last(column: Array) -> float:
+    return _or_zero(column[-1:])
+
+
+def _or_zero(values: Array) -> float:
+    return float(values[0]) if len(values) and math.isfinite(values[0]) else 0.0
+
+
+def _end(column: Array) -> float | None:
+    known = column[np.isfinite(column)]
+    return float(known[-max(1, len(known) // TAIL) :].mean()) if len(known) else None
+
+
+def _bounds(column: Array) -> tuple[int, int] | None:
+    known = column[np.isfinite(column)]
+    return (int(known.min()), int(known.max())) if len(known) else None
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

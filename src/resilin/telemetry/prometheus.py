@@ -1,0 +1,76 @@
+"""`Prometheus`: keeps the last numbers in a registry, from which Prometheus fetches them.
+
+Whoever has the registry exposes it: this neither opens a port nor pushes. A gauge appears with its
+first number, since a zero that nobody measured would be a lie. Counters begin at zero with each
+process, as Prometheus expects of a restart. A rescale happens at such a beginning and would be
+counted before the first fetch, unseen; hence its time is a gauge, and so is that of the last fault.
+The dashboard `grafana.json` beside this module shows all of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from resilin.core.events import Event, FaultEvent, RescaleEvent
+from resilin.telemetry.extras import load
+from resilin.telemetry.scalars import COUNTS, LABELS, SCALARS, Counts, scalars
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Gauge
+
+
+class Prometheus:
+    """A sink that keeps numbers in a registry. Exposing it stays with the script.
+
+    What the user records is in one gauge, `metric`, with the label `name`: any name is possible
+    there, and one panel shows them all.
+
+    Args:
+        registry: Where to; the default registry of prometheus_client if None.
+        prefix: What the names begin with. The dashboard expects the default.
+
+    Raises:
+        ValueError: The registry has such metrics already, as from another sink.
+        ImportError: prometheus_client is not installed.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None, prefix: str = "resilin_") -> None:
+        self._client = load("prometheus_client", "prometheus", "Prometheus")
+        self._registry = self._client.REGISTRY if registry is None else registry
+        self._prefix = prefix
+        self._gauges: dict[str, Gauge] = {}
+        self._counts = Counts()
+        self._counters = {
+            name: self._client.Counter(
+                prefix + name, meaning.text, LABELS.get(name, ()), registry=self._registry
+            )
+            for name, meaning in COUNTS.items()
+        }
+
+    def __call__(self, event: Event) -> None:
+        """Keeps the numbers of the event, and counts it."""
+        for name, number in scalars(event).items():
+            if name in SCALARS:
+                self._gauge(name, SCALARS[name].text).set(number)
+            else:
+                text = "A number that the script recorded, by name."
+                self._gauge("metric", text, "name").labels(name).set(number)
+        match event:
+            case RescaleEvent():
+                text = "When the set of replicas changed last."
+                self._gauge("last_rescale_timestamp_seconds", text).set(event.time)
+            case FaultEvent():
+                text = "When there was a fault of this kind last."
+                gauge = self._gauge("last_fault_timestamp_seconds", text, "kind")
+                gauge.labels(event.kind).set(event.time)
+        count = self._counts(event)
+        if count is not None:
+            counter = self._counters[count.name]
+            (counter.labels(**count.labels) if count.labels else counter).inc(count.num)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        if name not in self._gauges:
+            self._gauges[name] = self._client.Gauge(
+                self._prefix + name, text, labels, registry=self._registry
+            )
+        return self._gauges[name]

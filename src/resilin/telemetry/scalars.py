@@ -1,0 +1,242 @@
+"""What an event says, as numbers with names, as counts, and in words: what every sink is made of.
+
+A curve has the same name wherever it is looked at, so no sink has a list of its own. Numbers that
+are not known, or that no axis can hold, are left out: a curve with a gap is true, a zero would not
+be. `Counts` is for services that add up over time; it holds the one thing that has to be
+remembered from event to event.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from resilin.core.events import (
+    CheckpointEvent,
+    DecisionEvent,
+    EpochEvent,
+    Event,
+    FaultEvent,
+    MetricsEvent,
+    RescaleEvent,
+    StartEvent,
+    StepEvent,
+)
+from resilin.telemetry.wording import describe
+
+
+class Meaning(NamedTuple):
+    """What the numbers under one name are."""
+
+    unit: str
+    """Unit in UCUM, as OpenTelemetry has it; words in braces are counted things."""
+    text: str
+    """One sentence."""
+
+
+SCALARS: Final[Mapping[str, Meaning]] = MappingProxyType(
+    {
+        "batch_size": Meaning("{sample}", "Samples in the step, over all replicas."),
+        "replicas": Meaning("{replica}", "Data-parallel members."),
+        "hosts": Meaning("{host}", "Machines that the replicas are on."),
+        "local_bsz": Meaning("{sample}", "The largest micro-batch."),
+        "accumulation_steps": Meaning("{batch}", "The most micro-batches that a replica ran."),
+        "scale": Meaning("1", "Global batch over reference batch."),
+        "gain": Meaning("{step}", "Reference steps that the step was worth."),
+        "lr": Meaning("1", "Learning rate of the first group, as the script sets it."),
+        "lr_factor": Meaning("1", "What the rule multiplied it by."),
+        "learning_rate": Meaning("1", "The product of both: what the optimizer used."),
+        "noise_scale": Meaning("{sample}", "Gradient noise scale: trace over sqr_norm."),
+        "sqr_norm": Meaning("1", "Squared norm of the true gradient, averaged."),
+        "trace": Meaning("1", "Trace of one sample's gradient covariance, averaged."),
+        "loss": Meaning("1", "The loss, if the script records one."),
+        "step_seconds": Meaning("s", "Wall time of the step."),
+        "samples": Meaning("{sample}", "Samples used so far."),
+        "progress": Meaning("{step}", "Reference steps done so far."),
+        "reference": Meaning("{sample}", "The reference batch."),
+        "total_steps": Meaning("{step}", "Length of the run in reference steps, if it is known."),
+        "epoch": Meaning("{epoch}", "Epoch of the sample stream, from 0."),
+        "generation": Meaning("{generation}", "The period of fixed membership."),
+        "predicted_goodput": Meaning(
+            "{sample}/s", "Reference samples per second that the chosen batch size promised."
+        ),
+        "rescale_seconds": Meaning("s", "How long no step was made in a rescale."),
+        "checkpoint_seconds": Meaning("s", "Wall time of saving a checkpoint."),
+        "checkpoint_bytes": Meaning("By", "Size of a saved checkpoint on storage."),
+        "load_seconds": Meaning("s", "Wall time of loading a checkpoint."),
+    }
+)
+"""The names of resilin's own numbers. Any other name in `scalars` is one that the user recorded."""
+
+COUNTS: Final[Mapping[str, Meaning]] = MappingProxyType(
+    {
+        "steps": Meaning("{step}", "Optimizer steps committed."),
+        "rescales": Meaning("{rescale}", "Changes of the set of replicas."),
+        "faults": Meaning("{fault}", "Faults dealt with, by kind."),
+        "checkpoints": Meaning("{checkpoint}", "Checkpoints, by what was done."),
+        "decisions": Meaning("{decision}", "Choices of a batch size, by whether it changed."),
+    }
+)
+"""The names of what is counted."""
+
+
+def scalars(event: Event) -> dict[str, float]:
+    """The numbers of an event that are worth a curve.
+
+    A user's metric that has the name of one of resilin's numbers is called `user_` and that name;
+    a `loss` is the user's anyway.
+
+    Args:
+        event: Any event.
+
+    Returns:
+        Finite numbers by name; nothing for events of an unknown kind.
+    """
+    values = dict(_own(event))
+    for name, number in _recorded(event).items():
+        values[f"user_{name}" if name in SCALARS and name != "loss" else name] = number
+    return {
+        name: float(number)
+        for name, number in values.items()
+        if number is not None and math.isfinite(number)
+    }
+
+
+def _own(event: Event) -> Mapping[str, float | None]:
+    match event:
+        case StepEvent():
+            return _of_step(event)
+        case StartEvent():
+            return {
+                # 0 stands for a reference that the job did not know.
+                "reference": event.reference or None,
+                "replicas": event.replicas,
+                "hosts": event.hosts,
+                "total_steps": event.total_steps,
+                "generation": event.generation,
+            }
+        case RescaleEvent():
+            return {
+                "replicas": event.replicas,
+                "generation": event.generation,
+                "rescale_seconds": event.seconds,
+            }
+        case EpochEvent():
+            return {"epoch": event.epoch, "samples": event.samples, "progress": event.progress}
+        case CheckpointEvent(action="saved"):
+            return {"checkpoint_seconds": event.seconds, "checkpoint_bytes": event.num_bytes}
+        case CheckpointEvent(action="loaded"):
+            return {"load_seconds": event.seconds}
+        case DecisionEvent():
+            chosen = [c.goodput for c in event.candidates if c.batch_size == event.batch_size]
+            return {"predicted_goodput": max(chosen, default=None)}
+    return {}
+
+
+def _of_step(event: StepEvent) -> Mapping[str, float | None]:
+    learning_rate = None if event.lr is None else event.lr * event.lr_factor
+    noise_scale = None
+    # An estimate of a squared norm may be 0 or less: then there is no signal to compare with.
+    if event.trace is not None and event.sqr_norm is not None and event.sqr_norm > 0:
+        noise_scale = event.trace / event.sqr_norm
+    return {
+        "batch_size": event.batch_size,
+        "replicas": event.replicas,
+        "local_bsz": event.local_bsz,
+        "accumulation_steps": event.accumulation_steps,
+        "scale": event.scale,
+        "gain": event.gain,
+        "lr": event.lr,
+        "lr_factor": event.lr_factor,
+        "learning_rate": learning_rate,
+        "noise_scale": noise_scale,
+        "sqr_norm": event.sqr_norm,
+        "trace": event.trace,
+        "loss": event.loss,
+        "step_seconds": event.seconds,
+        "samples": event.samples,
+        "progress": event.progress,
+        "epoch": event.epoch,
+        "generation": event.generation,
+    }
+
+
+def _recorded(event: Event) -> Mapping[str, float]:
+    match event:
+        case StepEvent():
+            return event.metrics
+        case MetricsEvent():
+            return event.values
+    return {}
+
+
+def words(event: Event) -> str | None:
+    """What happened, in one line, for events that a person asks about; None for all others.
+
+    Those are the start of a generation, rescales, faults, chosen batch sizes that differ from the
+    last one, and checkpoints that failed.
+    """
+    match event:
+        case StartEvent():
+            verb = "goes on" if event.resumed else "begins"
+            return (
+                f"{verb}: {event.optimizer} with rule {event.rule}, reference batch "
+                f"{event.reference}, {event.replicas} replicas on {event.hosts} hosts"
+            )
+        case RescaleEvent() | FaultEvent() | CheckpointEvent(action="failed"):
+            return describe(event)
+        case DecisionEvent() if event.batch_size != event.batch_size_before:
+            return describe(event)
+    return None
+
+
+class Count(NamedTuple):
+    """Something to add up."""
+
+    name: str
+    """One of `COUNTS`."""
+    num: int
+    """How many."""
+    labels: Mapping[str, str]
+    """Of which sort."""
+
+
+LABELS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"faults": ("kind",), "checkpoints": ("action",), "decisions": ("outcome",)}
+)
+"""The labels of each count; none for a name that is not here."""
+
+
+class Counts:
+    """Turns the events of one process into counts.
+
+    Steps are counted by their numbers, as not every step is told of. Where the job goes back to an
+    older state, the steps that are done again count again: they were made.
+    """
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+
+    def __call__(self, event: Event) -> Count | None:
+        """What this event adds, if anything."""
+        match event:
+            case StepEvent():
+                before = event.step - 1 if self._step is None else self._step
+                self._step = event.step
+                # Behind the last one, and not told of any way back: at least this one was made.
+                return Count("steps", event.step - before if event.step > before else 1, {})
+            case StartEvent():
+                self._step = event.step
+            case RescaleEvent():
+                self._step = event.step
+                return Count("rescales", 1, {})
+            case FaultEvent():
+                return Count("faults", 1, {"kind": event.kind})
+            case CheckpointEvent():
+                return Count("checkpoints", 1, {"action": event.action})
+            case DecisionEvent():
+                changed = event.batch_size != event.batch_size_before
+                return Count("decisions", 1, {"outcome": "changed" if changed else "kept"})
+        return None

@@ -1,0 +1,85 @@
+"""`progress_bar`: the progress bar of the user's loop, fed by the clocks of the job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from resilin.telemetry.progress import Display
+from resilin.training.job import Job, current_job
+from resilin.training.loader import AdaptiveDataLoader
+
+
+def progress_bar(loader: AdaptiveDataLoader, *, stream: TextIO | None = None) -> Iterator[Any]:
+    """Iterates over a loader, and shows how far training has come.
+
+    Write `for x, y in resilin.progress_bar(loader):`. It counts in reference steps, by the clock
+    that the rule measures the run by, so what it says holds when the batch size changes. The whole
+    is the job if its number of epochs is known from `remaining_epochs_until`, else the epoch. For a
+    loader that is only read (an evaluation) it is one pass over the data. Replica 0 shows it.
+
+    Args:
+        loader: What to iterate over.
+        stream: Where to show it; None takes stderr. If that is no terminal, a line is written
+            once a minute.
+    """
+    job = current_job()
+    if job.engine.replica != 0:
+        yield from loader
+        return
+    shown = _Pass(job, loader)
+    display = Display(stream=stream)
+    try:
+        for batch in loader:
+            if display.due():
+                shown.update(display)
+            yield batch
+            shown.count(loader.current_samples)
+        if display.live:
+            shown.update(display)
+    finally:
+        display.close()
+
+
+class _Pass:
+    """What one loop over a loader has to show."""
+
+    def __init__(self, job: Job, loader: AdaptiveDataLoader) -> None:
+        self._job = job
+        self._loader = loader
+        self._trains = job.model is not None and job.model.training
+        self._seen = 0
+        self._base: float | None = None
+
+    def count(self, samples: int) -> None:
+        """This replica has been handed some samples."""
+        self._seen += samples
+
+    def update(self, display: Display) -> None:
+        """Says where the loop is now."""
+        job, loader = self._job, self._loader
+        replicas = job.engine.num_replicas
+        if not self._trains:
+            display.total_steps = float(len(loader))
+            steps = self._seen * replicas / loader.batch_size
+            display.update(progress=min(steps, display.total_steps), replicas=replicas)
+            return
+        assert job.model is not None
+        clock = job.clock
+        steps = clock.progress if job.model.rule.clock == "progress" else clock.sample_steps
+        # The loader tells the job of its reference run with the first step.
+        known = None if job.reference is None else job.reference.steps_per_epoch
+        per_epoch = known or len(loader)
+        if job.total_epochs is None:
+            if self._base is None:
+                self._base = math.floor(steps / per_epoch + 1e-6) * per_epoch
+            steps -= self._base
+        display.total_steps = per_epoch * (job.total_epochs or 1)
+        display.update(
+            progress=steps,
+            epoch="" if job.total_epochs is None else f"{job.epoch + 1}/{job.total_epochs}",
+            batch_size=loader.current_batch_size,
+            replicas=replicas,
+            gain=job.model.gain if clock.steps else None,
+        )

@@ -1,0 +1,53 @@
+"""The places between two steps: where a job starts, goes on, and is told of.
+
+All replicas come by here at the same steps, whoever asks: the loader before each step, or the model
+where the loader is not one of resilin's.
+"""
+
+from __future__ import annotations
+
+from resilin.engine import environment
+from resilin.training.job import Job
+from resilin.training.protection import from_environment
+from resilin.training.recorder import Recorder, log_directory
+from resilin.training.recovery import Recovery
+
+
+def start(job: Job) -> Recovery:
+    """Starts the job, once: restores the newest state there is."""
+    if job.recovery is None:
+        environment.log_to_stderr()
+        job.recovery = Recovery(job, job.protection or from_environment())
+        job.recovery.start()
+        job.recorder = Recorder(job, log_directory(job), job.recovery.resumed_from)
+    assert isinstance(job.recovery, Recovery)
+    job.recovery.listen()
+    return job.recovery
+
+
+def begin_step(job: Job) -> None:
+    """Called before each step of training: the last one is over, and the next may begin."""
+    recovery = start(job)
+    assert isinstance(job.recorder, Recorder)
+    job.recorder.step_over()
+    recovery.between_steps()
+    job.engine.begin_step()
+    job.recorder.step_begins()
+
+
+def end_epoch(job: Job) -> None:
+    """Called behind the last step of an epoch."""
+    recovery = start(job)
+    assert isinstance(job.recorder, Recorder)
+    job.recorder.step_over()
+    job.recorder.epoch_over()
+    recovery.between_steps()
+
+
+def end_training(job: Job) -> None:
+    """Called behind the last step of a loop that need not end where an epoch does."""
+    recovery = start(job)
+    assert isinstance(job.recorder, Recorder)
+    job.recorder.step_over()
+    recovery.between_steps()
+    recovery.finish()
