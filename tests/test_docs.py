@@ -40,7 +40,9 @@ def test_there_are_docstring_examples():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_pages(page):
+def test_pages(page, monkeypatch):
+    # As a reader has it: with events where the page says.
+    monkeypatch.delenv("RESILIN_RUN_DIR")
     run("docs/blocks.py", page)
 
 
