@@ -12,10 +12,11 @@ from resilin.cli.errors import say, user_errors
 from resilin.cli.replay import add_trace_options
 from resilin.core.rules import RULES
 from resilin.core.trace import BatchTrace
+from resilin.engine import environment
 from resilin.lab import launch
 from resilin.lab.compare import Comparison, compare
 from resilin.lab.grid import Grid
-from resilin.lab.replay import RUNS, as_batches, read_trace
+from resilin.lab.replay import as_batches, read_trace
 from resilin.telemetry.extras import load
 
 NAMES = tuple(name for name in RULES if name != "legw")
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
         rules=tuple(rule.strip() for rule in args.rules.split(",")),
         traces=_traces(args),
         num_seeds=args.seeds,
-        out=Path(args.out or Path(RUNS) / f"compare-{script.stem}"),
+        out=Path(args.out or Path(environment.RUNS) / f"compare-{script.stem}"),
     )
     with launch.stoppable():
         comparison = compare(

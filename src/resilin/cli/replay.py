@@ -44,7 +44,9 @@ def parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "arguments", metavar="...", nargs=argparse.REMAINDER, help="What the script is given."
     )
-    ours.add_argument("--run-dir", help="Where events go. Default: resilin-runs/replay-TIME.")
+    ours.add_argument(
+        "--run-dir", metavar="DIR", help="Where events go. Default: resilin-runs/replay-TIME."
+    )
     ours.add_argument("--rule", help="Scaling rule in place of the script's: NAME or module:NAME.")
     ours.add_argument(
         "--seed",

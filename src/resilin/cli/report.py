@@ -24,14 +24,16 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     ours.add_argument(
-        "run_dirs", metavar="RUN_DIR", nargs="+", help="directory with the events of a run"
+        "run_dirs", metavar="RUN_DIR", nargs="+", help="Directory with the events of a run."
     )
-    ours.add_argument("--out", metavar="FILE", help="the HTML file to write (default: report.html)")
-    ours.add_argument("--png", metavar="DIR", help="also write the pictures as PNG files there")
+    ours.add_argument(
+        "--out", metavar="FILE", help="The HTML file to write (default: report.html)."
+    )
+    ours.add_argument("--png", metavar="DIR", help="Also write the pictures as PNG files there.")
     ours.add_argument(
         "--json",
         action="store_true",
-        help="print the summary as a JSON list; files are then written only where asked for",
+        help="Print the summary as a JSON list; files are then written only where asked for.",
     )
     return ours
 

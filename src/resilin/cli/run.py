@@ -39,8 +39,6 @@ from resilin.engine import environment
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """torch's switch, with 1, for a store of the workers' own: with the agents' one, a machine that
 joins later ends the job."""
-RUNS = "resilin-runs"
-"""Where runs are written down that have no directory of their own, by the id of the job."""
 MAX_RESTARTS = 1000
 """Restarts for failures. On each machine, the end of any other machine counts as one."""
 FAREWELL = 2.0
@@ -134,7 +132,7 @@ def prepare(args: argparse.Namespace) -> MemoryDirectory | None:
     if args.checkpoint_every:
         os.environ[environment.CHECKPOINT_EVERY] = args.checkpoint_every
     if args.run_dir is not None or environment.RUN_DIR not in os.environ:
-        place = args.run_dir or str(Path(RUNS, args.rdzv_id))
+        place = args.run_dir or str(Path(environment.RUNS, args.rdzv_id))
         off = place == environment.OFF
         os.environ[environment.RUN_DIR] = place if off else str(Path(place).absolute())
         if not off:

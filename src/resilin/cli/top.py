@@ -35,21 +35,21 @@ def parser() -> argparse.ArgumentParser:
         "  resilin top --json runs/a | jq .seconds_left        # for a script\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    ours.add_argument("run_dir", metavar="RUN_DIR", help="directory with the events of a run")
+    ours.add_argument("run_dir", metavar="RUN_DIR", help="Directory with the events of a run.")
     ours.add_argument(
         "--once",
         action="store_true",
-        help="print one picture and end, as is done wherever stdout is no terminal",
+        help="Print one picture and end, as is done wherever stdout is no terminal.",
     )
     ours.add_argument(
-        "--json", action="store_true", help="print the state as one JSON object and end"
+        "--json", action="store_true", help="Print the state as one JSON object and end."
     )
     ours.add_argument(
         "--every",
         type=seconds,
         default=0.5,
         metavar="SECONDS",
-        help="how often to look for new events (default: %(default)s)",
+        help="How often to look for new events (default: %(default)s).",
     )
     return ours
 

@@ -33,6 +33,8 @@ RULE = "RESILIN_RULE"
 SEED = "RESILIN_SEED"
 """Seed of the order of samples, where the script gives none."""
 
+RUNS = "resilin-runs"
+"""Where the directories of runs are made that were given none."""
 OFF = "off"
 """What a directory is called where there is to be none."""
 

@@ -23,11 +23,10 @@ from resilin.core.trace import (
     TraceRestarts,
     parse_trace,
 )
+from resilin.engine import environment
 from resilin.lab import launch
 from resilin.telemetry.read import read_events
 
-RUNS = "resilin-runs"
-"""Directory for the runs that nobody gave a place."""
 TRACE = "trace.csv"
 """The batch-size trace that a run follows, in its run directory."""
 
@@ -101,7 +100,9 @@ def new_run_dir(path: str | os.PathLike[str] | None = None, kind: str = "replay"
         return made
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
-        made = Path(RUNS) / (f"{kind}-{stamp}" if number == 1 else f"{kind}-{stamp}-{number}")
+        made = Path(environment.RUNS) / (
+            f"{kind}-{stamp}" if number == 1 else f"{kind}-{stamp}-{number}"
+        )
         try:
             made.mkdir(parents=True)
             break
