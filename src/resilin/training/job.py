@@ -237,6 +237,8 @@ class Job:
     """What tells of the steps; None until the job has started."""
     replays: str = ""
     """Where the batch-size trace comes from that is being replayed, if one is."""
+    carried_from: str = ""
+    """Which state another framework's checkpoint has brought, in words, if one has."""
     replicas_before: int | None = None
     """How many replicas there were when the state was taken that the job goes on from."""
     num_loaders: int = 0

@@ -191,14 +191,15 @@ class Recorder:
         engine, reference = job.engine, job.reference
         # Told late: the first step has been made since.
         common: Stamp = {**job.stamp(), "time": when, "step": job.clock.steps - 1}
-        if self._resumed:
+        resumed = self._resumed or job.carried_from
+        if resumed:
             before = job.replicas_before or engine.num_replicas
             job.emit(
                 events.RescaleEvent(
                     **common,
                     replicas_before=before,
                     replicas=engine.num_replicas,
-                    reason=f"goes on from {self._resumed}",
+                    reason=f"goes on from {resumed}",
                     seconds=None if self._before is None else max(0.0, when - self._before),
                 )
             )
@@ -215,7 +216,7 @@ class Recorder:
                 optimizer=type(model.optimizer).__name__,
                 total_steps=job.total_steps,
                 steps_per_epoch=None if reference is None else reference.steps_per_epoch,
-                resumed=bool(self._resumed),
+                resumed=bool(resumed),
                 script=" ".join(sys.argv),
                 trace=job.replays,
                 software=f"resilin {__version__}, torch {torch.__version__}, "

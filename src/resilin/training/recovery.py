@@ -95,6 +95,11 @@ class Recovery:
         # Made here, in the same order on all replicas; a thread must not be the first to ask.
         self._storage_group = engine.group("storage")
         snapshot, source = newest_state(engine, self._memory, self._checkpoints)
+        if snapshot is not None and snapshot.version.step < self._job.clock.steps:
+            # The checkpoint of another framework has brought the job further already. What it does
+            # from there on is newer than this.
+            engine.generation = max(engine.generation, snapshot.version.generation + 1)
+            snapshot = None
         if snapshot is not None:
             self._job.registry.restore(snapshot, first_replica=engine.replica == 0)
             self.resumed = snapshot.version
@@ -110,7 +115,8 @@ class Recovery:
             many = engine.num_replicas > 1
             replicas = f"{engine.num_replicas} replica{'s' if many else ''}"
             if snapshot is None:
-                logger.info("%s begin%s at step 0", replicas, "" if many else "s")
+                step = self._job.clock.steps
+                logger.info("%s begin%s at step %d", replicas, "" if many else "s", step)
             else:
                 logger.info(
                     "%s %s on from step %d (%s), restored in %.2f s",

@@ -90,7 +90,7 @@ class StepGradient:
         self._backwards = 0
         self._unit = 0.0
         self._local = 0.0
-        self._version: int | None = None
+        self._version: tuple[int, int] | None = None
         self._held: dict[Tensor, Tensor] | None = None
         self._mean: dict[Tensor, Tensor] = {}
         self._mean_weight = 0.0
@@ -456,9 +456,10 @@ class StepGradient:
             if parameter not in self._mean:
                 self._mean[parameter] = grad if share == 1 else grad.mul_(share)
 
-    def _versions(self) -> int:
-        # Every change in place of a tensor raises its version.
-        return sum(grad._version for grad in self._grads().values())
+    def _versions(self) -> tuple[int, int]:
+        # Every change in place of a tensor raises its version; a gradient may also be gone.
+        grads = self._grads()
+        return len(grads), sum(grad._version for grad in grads.values())
 
     def _timed(self) -> _Timer:
         return _Timer(self)

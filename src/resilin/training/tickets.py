@@ -9,6 +9,7 @@ split where a step needs less.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -48,7 +49,9 @@ class TicketSampler(Sampler[Ticket]):
     """Endless: a DataLoader asks it for a ticket whenever a worker is free."""
 
     def __init__(self, office: TicketOffice) -> None:
-        self._office = office
+        # The office owns the DataLoader that owns this. In a cycle, the queues of workers could be
+        # gone before the workers are told to end, and each would be waited for.
+        self._office = weakref.proxy(office)
 
     def __iter__(self) -> Iterator[Ticket]:
         while True:

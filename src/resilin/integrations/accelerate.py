@@ -1,0 +1,309 @@
+"""Accelerate: `prepare` in place of `accelerator.prepare`.
+
+Accelerate keeps what it is good at: devices, mixed precision, evaluation, trackers, its checkpoint
+folders. The step is resilin's: an `AdaptiveDataLoader` deals out the samples, an
+`AdaptiveDataParallel` weighs gradients, and a clock steps the scheduler. The accelerator learns
+from them which micro-batch completes a step, so `accelerator.accumulate`, `sync_gradients` and
+`clip_grad_norm_` mean the step at any batch size and any number of processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from resilin.core.rules import ScalingRule
+from resilin.integrations.folders import load_state, read_state, save_state
+from resilin.telemetry.extras import load
+from resilin.training.job import Job, current_job
+from resilin.training.loader import AdaptiveDataLoader
+from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
+from resilin.training.readout import read_out
+
+__all__ = ["ElasticLoader", "SteppedByClock", "prepare", "read_out"]
+
+_utils: Any = load("accelerate.utils", "hf", "resilin.integrations.accelerate")
+_accelerate_optimizer: Any = load("accelerate.optimizer", "hf", "resilin.integrations.accelerate")
+
+
+def prepare(
+    accelerator: Any,
+    *things: Any,
+    rule: str | ScalingRule = "auto",
+    schedule_by: ScheduleBy = "rule",
+    **adaptive: Any,
+) -> tuple[Any, ...]:
+    """Prepares the parts of a training loop, as `accelerator.prepare` does, for an elastic one.
+
+    Give it the model, its optimizer, the `AdaptiveDataLoader` that trains, and a scheduler if there
+    is one, in any order; other objects, such as loaders for evaluation, go to
+    `accelerator.prepare`. The loop stays as it is. `accelerator.save_state` and `load_state` then
+    carry clocks, cursor and noise as well, so that a loop over `resilin.remaining_epochs_until`
+    goes on in the middle of an epoch, at another number of processes.
+
+    A scheduler is written per step of the reference batch. Its clock steps it; `scheduler.step()`
+    may stay in the body of the loop and does nothing. Behind the body it is an error: a scheduler
+    of epochs needs `schedule_by="user"`.
+
+    Args:
+        accelerator: The Accelerator.
+        *things: What to prepare.
+        rule: As in `AdaptiveDataParallel`.
+        schedule_by: What steps the scheduler: `rule`, a clock, or `user` for your loop.
+        **adaptive: More arguments of `AdaptiveDataParallel`, such as `stats_every`.
+
+    Returns:
+        The prepared things, in the order given.
+
+    Raises:
+        ValueError: A part is missing or there twice, or the accelerator has a setting that cannot
+            be honoured.
+    """
+    refuse(accelerator)
+    model = _only("model", nn.Module, things)
+    optimizer = _only("optimizer", Optimizer, things)
+    loader = _only("AdaptiveDataLoader", AdaptiveDataLoader, things)
+    scheduler = _only("scheduler", LRScheduler, things, optional=True)
+    by_loop = scheduler is not None and not accelerator.step_scheduler_with_optimizer
+    if by_loop and schedule_by != "user":
+        raise ValueError(
+            "step_scheduler_with_optimizer (False) leaves the scheduler to the loop: schedule_by "
+            f"({schedule_by!r}) must be 'user'"
+        )
+    wrapped, shown = wrap(
+        accelerator,
+        model,
+        optimizer,
+        scheduler,
+        rule=rule,
+        schedule_by=schedule_by,
+        **adaptive,
+    )
+    accelerator.register_save_state_pre_hook(
+        lambda models, weights, directory: save_state(directory, write=_writes(accelerator))
+    )
+    accelerator.register_load_state_pre_hook(
+        lambda models, directory: load_state(read_state(directory))
+    )
+    if shown is not None:
+        accelerator._schedulers.append(shown)
+    ours = {
+        id(model): wrapped,
+        id(optimizer): accelerator.prepare_optimizer(bare_optimizer(optimizer)),
+        id(loader): ElasticLoader(loader, accelerator),
+        id(scheduler): shown,
+    }
+    return tuple(
+        ours[id(thing)] if id(thing) in ours else accelerator.prepare(thing) for thing in things
+    )
+
+
+def _only(what: str, kind: type[Any], things: tuple[Any, ...], *, optional: bool = False) -> Any:
+    found = [thing for thing in things if isinstance(thing, kind)]
+    if len(found) > 1 or not (found or optional):
+        raise ValueError(
+            f"prepare() takes {'at most' if optional else 'exactly'} one {what}, and was given "
+            f"{len(found)}"
+        )
+    return found[0] if found else None
+
+
+def refuse(accelerator: Any) -> None:
+    """Raises a ValueError for a setting of the accelerator that cannot be honoured."""
+    kind = accelerator.distributed_type.value
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise ValueError(
+            f"distributed_type ({kind}) shards the model; an elastic step needs one whole model "
+            "per process: NO or MULTI_..."
+        )
+    if accelerator.parallelism_config is not None:
+        raise ValueError(
+            f"parallelism_config ({accelerator.parallelism_config}) must be None: each process is "
+            "a replica"
+        )
+    if accelerator.gradient_accumulation_steps != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps ({accelerator.gradient_accumulation_steps}) must be 1: "
+            "the AdaptiveDataLoader accumulates, as its batch_size and max_local_bsz say"
+        )
+    if accelerator.dispatch_batches:
+        raise ValueError(
+            f"dispatch_batches ({accelerator.dispatch_batches}) must not be set: each process "
+            "reads its own samples"
+        )
+    hook = str(getattr(accelerator.ddp_handler, "comm_hook", "no"))
+    if hook != "no":
+        raise ValueError(
+            f"comm_hook ({hook}) must be 'no': the weighted sum of gradients is a hook itself"
+        )
+
+
+def wrap(
+    accelerator: Any, model: nn.Module, optimizer: Optimizer, scheduler: Any, **adaptive: Any
+) -> tuple[AdaptiveDataParallel, Any]:
+    """Wraps a model that the accelerator has not seen, and teaches the accelerator its step.
+
+    Args:
+        accelerator: The Accelerator.
+        model: The model; goes to the device and gets mixed precision from the accelerator.
+        optimizer: Its optimizer, bare or prepared.
+        scheduler: Its scheduler, if any.
+        **adaptive: Arguments of `AdaptiveDataParallel`.
+
+    Returns:
+        The model, and the scheduler as the loop should see it.
+
+    Raises:
+        ValueError: The model is wrapped already.
+    """
+    if accelerator.unwrap_model(model) is not model:
+        raise ValueError(
+            f"the model is a {type(model).__name__} already: it must be the bare model, which "
+            "becomes an AdaptiveDataParallel"
+        )
+    handler = accelerator.ddp_handler
+    ddp = {} if handler is None else handler.to_kwargs()
+    prepared = accelerator.prepare_model(model, evaluation_mode=True)
+    prepared._is_accelerate_prepared = True
+    if scheduler is None:
+        adaptive["schedule_by"] = "user"
+    wrapped = AdaptiveDataParallel(
+        prepared,
+        bare_optimizer(optimizer),
+        scheduler,
+        scaler=accelerator.scaler,
+        **{**ddp, **adaptive},
+    )
+    _teach(accelerator)
+    if scheduler is None or adaptive["schedule_by"] == "user":
+        return wrapped, scheduler
+    return wrapped, SteppedByClock(scheduler)
+
+
+def bare_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer itself, without what Accelerate has put around it."""
+    while isinstance(optimizer, _accelerate_optimizer.AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    assert isinstance(optimizer, Optimizer)
+    return optimizer
+
+
+def _teach(accelerator: Any) -> None:
+    """Lets the accelerator ask the job where a step ends, and what is inside its model."""
+    kind = type(accelerator)
+
+    def unwrap_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = model.module if isinstance(model, AdaptiveDataParallel) else model
+        return kind.unwrap_model(accelerator, inner, *args, **kwargs)
+
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        trained = current_job().model
+        listed = list(parameters)
+        if not isinstance(trained, AdaptiveDataParallel) or not _same(listed, trained):
+            return kind.clip_grad_norm_(accelerator, listed, max_norm, norm_type)
+        if not completes_step(current_job()):
+            return None
+        if math.isinf(max_norm):
+            # Only the norm is wanted.
+            return kind.clip_grad_norm_(accelerator, listed, max_norm, norm_type)
+        accelerator.unscale_gradients()
+        return trained.clip_grad_norm_(max_norm, norm_type)
+
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        if num_batches and isinstance(dataloader, ElasticLoader | AdaptiveDataLoader):
+            raise ValueError(
+                f"num_batches ({num_batches}) must be 0 for an AdaptiveDataLoader: it goes on at "
+                "its cursor, which load_state() restores"
+            )
+        return (
+            dataloader
+            if not num_batches
+            else kind.skip_first_batches(accelerator, dataloader, num_batches)
+        )
+
+    vars(accelerator).update(
+        unwrap_model=unwrap_model,
+        clip_grad_norm_=clip_grad_norm_,
+        skip_first_batches=skip_first_batches,
+        _do_sync=lambda: tell(accelerator),
+    )
+
+
+def _same(parameters: list[Any], model: nn.Module) -> bool:
+    own = {id(parameter) for parameter in model.parameters()}
+    return bool(parameters) and all(id(parameter) in own for parameter in parameters)
+
+
+def completes_step(job: Job) -> bool:
+    """Whether the micro-batch at hand is the last one of its step on this replica."""
+    return job.micro_batch is None or job.micro_batch.last
+
+
+def tell(accelerator: Any) -> None:
+    """Tells the accelerator whether the micro-batch at hand completes a step."""
+    accelerator.gradient_state._set_sync_gradients(completes_step(current_job()))
+
+
+class ElasticLoader:
+    """An `AdaptiveDataLoader` whose batches are on the accelerator's device.
+
+    Everything but iterating is that of the loader itself, such as `set_batch_size`.
+    """
+
+    def __init__(self, loader: AdaptiveDataLoader, accelerator: Any) -> None:
+        self.loader = loader
+        self._accelerator = accelerator
+
+    def __iter__(self) -> Iterator[Any]:
+        accelerator = self._accelerator
+        try:
+            for batch in self.loader:
+                tell(accelerator)
+                if accelerator.device_placement:
+                    batch = _utils.send_to_device(
+                        batch, accelerator.device, non_blocking=accelerator.non_blocking
+                    )
+                yield batch
+        finally:
+            accelerator.gradient_state._set_sync_gradients(True)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+class SteppedByClock:
+    """A scheduler as a framework's loop sees it, when a clock of the job steps it."""
+
+    def __init__(self, scheduler: LRScheduler | ReduceLROnPlateau) -> None:
+        self.scheduler = scheduler
+
+    def step(self, *_: Any, **__: Any) -> None:
+        """Does nothing in the body of a loop: the clock has stepped it with the optimizer.
+
+        Raises:
+            RuntimeError: Outside of that, where a scheduler of epochs is stepped.
+        """
+        if current_job().loader is None:
+            raise RuntimeError(
+                "scheduler.step() came outside of the loop over the AdaptiveDataLoader, and this "
+                "scheduler is stepped by a clock, once per reference step; a scheduler of epochs "
+                "needs schedule_by='user'"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scheduler, name)
+
+
+def _writes(accelerator: Any) -> bool:
+    """Whether this process writes what all processes have."""
+    if accelerator.project_configuration.save_on_each_node:
+        return bool(accelerator.is_local_main_process)
+    return bool(accelerator.is_main_process)

@@ -1,0 +1,210 @@
+"""Fabric: the loop is the user's own, so what it needs is a strategy and data on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NoReturn
+
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.strategies.ddp import DDPStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from resilin.core.rules import ScalingRule
+from resilin.engine.group import DEFAULT_TIMEOUT, init_process_group
+from resilin.integrations.lightning.callback import SAVED
+from resilin.training.carried import CarriedState
+from resilin.training.loader import AdaptiveDataLoader
+from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
+
+
+class ElasticFabricStrategy(DDPStrategy):
+    """Fabric's DDP strategy with an `AdaptiveDataParallel` in place of DDP.
+
+    Set up with `setup` of this module instead of `fabric.setup`. `fabric.backward`,
+    `fabric.clip_gradients`, `fabric.save` and `fabric.load` work as before. Clipping waits for the
+    last micro-batch of a step, and returns None until then; its threshold is the one you give, at
+    any batch size.
+
+    Args:
+        rule: Name of a scaling rule or a rule of your own; `auto` chooses by the optimizer.
+        schedule_by: What steps the scheduler that was given to `fabric.setup`: `user` is your
+            loop, `rule` the clock of the rule; see `AdaptiveDataParallel`.
+        stats_every: Measure the noise every so many steps; see `AdaptiveDataParallel`.
+        stats_budget: Time for measuring, as a fraction of the step, under `auto`.
+        tokens_per_step: Tokens in one reference step, for the `tokens` clock.
+        **kwargs: Those of `DDPStrategy`, such as `find_unused_parameters` or `timeout`.
+    """
+
+    def __init__(
+        self,
+        *,
+        rule: str | ScalingRule = "auto",
+        schedule_by: ScheduleBy = "user",
+        stats_every: int | Literal["auto"] = "auto",
+        stats_budget: float = 0.02,
+        tokens_per_step: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._elastic: dict[str, Any] = {
+            "rule": rule,
+            "schedule_by": schedule_by,
+            "stats_every": stats_every,
+            "stats_budget": stats_budget,
+            "tokens_per_step": tokens_per_step,
+        }
+        self._backward_sync_control = _NoControl()  # type: ignore[assignment]
+
+    def setup_environment(self) -> None:
+        """Joins the other processes, under a name that no earlier group on this store has had."""
+        if isinstance(self.cluster_environment, TorchElasticEnvironment):
+            backend = self._get_process_group_backend()
+            init_process_group(backend, timeout=self._timeout or DEFAULT_TIMEOUT)
+        super().setup_environment()
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Gives model, optimizer and scheduler to resilin."""
+        if len(optimizers) != 1:
+            raise ValueError(
+                f"fabric.setup() got {len(optimizers)} optimizers; resilin trains with 1"
+            )
+        arguments = dict(self._ddp_kwargs)
+        if (device_ids := self._determine_ddp_device_ids()) is not None:
+            arguments["device_ids"] = device_ids
+        parallel = AdaptiveDataParallel(
+            module,
+            optimizers[0],
+            scheduler,
+            scaler=getattr(self.precision, "scaler", None),
+            **self._elastic,
+            **arguments,
+        )
+        return parallel, optimizers, scheduler
+
+    def setup_module(self, module: nn.Module) -> NoReturn:
+        """Refuses: resilin needs to know the optimizer as well."""
+        raise ValueError(
+            "fabric.setup_module() gives a model without its optimizer: use "
+            "fabric.setup(model, optimizer)"
+        )
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any | Tensor]:
+        """That of the user's module."""
+        return super().get_module_state_dict(_bare(module))
+
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: dict[str, Any | Tensor], strict: bool = True
+    ) -> None:
+        """Loads it into the user's module."""
+        super().load_module_state_dict(_bare(module), dict(state_dict), strict=strict)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clips the gradient of the step, once it is complete."""
+        if isinstance(module, AdaptiveDataParallel) and module.step_waits():
+            return None  # type: ignore[return-value]
+        return super().clip_gradients_norm(
+            module, optimizer, max_norm, norm_type, error_if_nonfinite
+        )
+
+    def clip_gradients_value(
+        self, module: nn.Module, optimizer: Optimizer, clip_val: float | int
+    ) -> None:
+        """Clips the gradient of the step, once it is complete."""
+        if not (isinstance(module, AdaptiveDataParallel) and module.step_waits()):
+            super().clip_gradients_value(module, optimizer, clip_val)
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, AdaptiveDataParallel) else module
+
+
+class _NoControl:
+    """Stands where Fabric looks for a way to hold back the reduction."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Refuses: which micro-batch synchronises is the loader's to say."""
+        raise ValueError(
+            f"fabric.no_backward_sync(enabled={enabled}) cannot be honoured: the loader "
+            "accumulates by itself (max_local_bsz=), and only the last micro-batch of a step "
+            "synchronises"
+        )
+
+
+class Placed:
+    """A loader whose batches are on the device of Fabric; otherwise the loader itself."""
+
+    def __init__(self, fabric: Fabric, loader: AdaptiveDataLoader) -> None:
+        self._fabric = fabric
+        self._loader = loader
+
+    def __len__(self) -> int:
+        """Reference steps in one epoch."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield self._fabric.to_device(batch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def setup(
+    fabric: Fabric,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: AdaptiveDataLoader,
+    scheduler: Any = None,
+) -> tuple[Any, Any, Any]:
+    """Sets up a model, its optimizer and its data, as `fabric.setup` and `setup_dataloaders` do.
+
+    Args:
+        fabric: Made with an `ElasticFabricStrategy`, and launched.
+        model: The module to train.
+        optimizer: Its optimizer.
+        loader: The data to train on.
+        scheduler: The scheduler, if it is to be stepped by a clock or kept by resilin.
+
+    Returns:
+        Model, optimizer and loader, to be used in their place.
+
+    Raises:
+        ValueError: Fabric has another strategy, or the loader is another one.
+    """
+    if not isinstance(fabric.strategy, ElasticFabricStrategy):
+        raise ValueError(
+            f"strategy ({type(fabric.strategy).__name__}) of Fabric must be an "
+            "ElasticFabricStrategy"
+        )
+    if not isinstance(loader, AdaptiveDataLoader):
+        raise ValueError(
+            f"the loader is a {type(loader).__qualname__} and must be a "
+            "resilin.AdaptiveDataLoader, whose batch_size is the global one"
+        )
+    model, wrapped, *_ = fabric.setup(model, optimizer, scheduler=scheduler)
+    # The one that Fabric's wrapper inherits would clear what is being accumulated.
+    vars(wrapped)["zero_grad"] = optimizer.zero_grad
+    return model, wrapped, Placed(fabric, loader)
+
+
+class JobState(CarriedState):
+    """The rest of the job's state, for `fabric.save` and `fabric.load`: clocks, cursor, noise.
+
+    Put it beside the model, `{"model": model, "optimizer": optimizer, "resilin": JobState()}`, and
+    load it before the loop over the data begins.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(without=SAVED)

@@ -1,0 +1,81 @@
+"""What Lightning may be told and resilin cannot honour: refused with both values, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+_OWN = {
+    "ddp_comm_hook": "the reduction of the gradient weighs it",
+    "ddp_comm_state": "the reduction of the gradient weighs it",
+    "ddp_comm_wrapper": "the reduction of the gradient weighs it",
+    "model_averaging_period": "replicas are the same after each step",
+}
+_TRAINER = {
+    "accumulate_grad_batches": (1, "the loader accumulates by itself: use max_local_bsz="),
+    "overfit_batches": (0.0, "it needs a sampler of its own: train on a subset of the data"),
+    "limit_train_batches": (1.0, "an epoch is the loader's: use max_steps="),
+    "reload_dataloaders_every_n_epochs": (0, "the loader's order goes on from epoch to epoch"),
+    "val_check_interval": (
+        1.0,
+        "how many steps an epoch has is not known before: use 1.0, or a number of steps",
+    ),
+}
+"""What a Trainer must say, and why."""
+
+
+def check_strategy(arguments: Mapping[str, Any]) -> None:
+    """Refuses arguments of `DDPStrategy` that cannot be honoured.
+
+    Raises:
+        ValueError: Names the argument, its value, and why it must be None.
+    """
+    for name, reason in _OWN.items():
+        if (value := arguments.get(name)) is not None:
+            raise ValueError(f"{name} ({value!r}) must be None: {reason}")
+
+
+def check_trainer(trainer: Trainer, model: LightningModule) -> None:
+    """Refuses settings of a Trainer that cannot be honoured.
+
+    Raises:
+        ValueError: Names the setting, its value, the value that it must have, and why.
+    """
+    if not model.automatic_optimization:
+        raise ValueError(
+            f"automatic_optimization (False) of {type(model).__name__} must be True: with manual "
+            "optimization use Fabric, or a loop of your own"
+        )
+    for name, (wanted, reason) in _TRAINER.items():
+        value = getattr(trainer, name)
+        steps = name == "val_check_interval" and not isinstance(value, float)
+        # Beside it, fast_dev_run sets max_steps to the same number.
+        quick = name == "limit_train_batches" and bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if value != wanted and not (steps or quick):
+            raise ValueError(f"{name} ({value}) must be {wanted}: {reason}")
+
+
+def check_accumulation(trainer: Trainer) -> None:
+    """The same for the one setting that callbacks change while training is under way."""
+    if trainer.accumulate_grad_batches != 1:
+        wanted, reason = _TRAINER["accumulate_grad_batches"]
+        raise ValueError(
+            f"accumulate_grad_batches ({trainer.accumulate_grad_batches}) must be {wanted}: "
+            f"{reason}"
+        )
+
+
+def check_synced_logs(trainer: Trainer) -> None:
+    """The same for what communicates in `training_step`, where replicas may be unequally often."""
+    if trainer.world_size == 1 or trainer._results is None:
+        return
+    for metric in trainer._results.values():
+        meta = metric.meta
+        if meta.fx == "training_step" and meta.on_step and meta.sync.should:
+            raise ValueError(
+                f"self.log({meta.name!r}, on_step=True, sync_dist=True) in training_step() cannot "
+                "be honoured where a step has several micro-batches: replicas may run unequally "
+                "many of them; pass on_step=False, on_epoch=True"
+            )

@@ -1,0 +1,250 @@
+"""`ElasticStrategy`: a DDP strategy whose model follows the batch size."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from resilin.core.rules import ScalingRule
+from resilin.engine.group import DEFAULT_TIMEOUT, init_process_group
+from resilin.integrations.lightning.callback import Elastic
+from resilin.integrations.lightning.refusals import (
+    check_accumulation,
+    check_strategy,
+    check_synced_logs,
+    check_trainer,
+)
+from resilin.integrations.lightning.steps import Steps
+from resilin.training.loader import AdaptiveDataLoader
+from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
+
+NEVER = sys.maxsize
+"""A frequency at which the Trainer does not step a scheduler: a clock does that."""
+
+
+class ElasticStrategy(DDPStrategy):
+    """Trains with `AdaptiveDataParallel` on whatever number of processes there is.
+
+    Give it to a Trainer, and an `AdaptiveDataLoader` as the train dataloader. A batch of the
+    Trainer is then one optimizer step: `training_step` runs once per micro-batch, while
+    `global_step`, `batch_idx`, schedulers, clipping, callbacks and loggers count steps.
+
+    A scheduler with `interval="step"` is stepped by a clock, once per reference step, so that
+    `trainer.estimated_stepping_batches` and any schedule written for the reference batch stay
+    right. Those with `interval="epoch"`, and `ReduceLROnPlateau`, stay with the Trainer.
+
+    Args:
+        rule: Name of a scaling rule or a rule of your own; `auto` chooses by the optimizer.
+        schedule_by: The clock that steps a scheduler with `interval="step"`; `rule` takes that of
+            the rule, `user` leaves it to the Trainer, which steps it once per optimizer step.
+        stats_every: Measure the noise every so many steps; `auto` as often as `stats_budget`
+            allows, where the rule or the autoscaler needs it.
+        stats_budget: Time for measuring, as a fraction of the step, under `auto`.
+        tokens_per_step: Tokens in one reference step, for the `tokens` clock.
+        **kwargs: Those of `DDPStrategy`, such as `find_unused_parameters` or `timeout`.
+
+    Raises:
+        ValueError: A setting that cannot be honoured; also later, when the Trainer shows its own.
+    """
+
+    def __init__(
+        self,
+        *,
+        rule: str | ScalingRule = "auto",
+        schedule_by: ScheduleBy = "rule",
+        stats_every: int | Literal["auto"] = "auto",
+        stats_budget: float = 0.02,
+        tokens_per_step: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_strategy(kwargs)
+        super().__init__(**kwargs)
+        self._schedule_by: ScheduleBy = schedule_by
+        self._elastic: dict[str, Any] = {
+            "rule": rule,
+            "stats_every": stats_every,
+            "stats_budget": stats_budget,
+            "tokens_per_step": tokens_per_step,
+        }
+        self.parallel: AdaptiveDataParallel | None = None
+        """The model in training; None before and after."""
+        self.steps: Steps | None = None
+        """The train dataloader, step by step; None before the Trainer has asked for it."""
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    # The start and the end -----------------------------------------------------------------
+
+    def connect(self, model: LightningModule) -> None:
+        """Looks at what the Trainer was told, and makes its checkpoints carry the job's state."""
+        super().connect(model)
+        trainer = self._trainer
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        check_trainer(trainer, model)
+        if not any(isinstance(callback, Elastic) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            trainer.callbacks.insert(0, Elastic())  # type: ignore[attr-defined]
+
+    def setup_distributed(self) -> None:
+        """Joins the other processes, under a name that no earlier group on this store has had."""
+        if isinstance(self.cluster_environment, TorchElasticEnvironment):
+            backend = self._get_process_group_backend()
+            init_process_group(backend, timeout=self._timeout or DEFAULT_TIMEOUT)
+        super().setup_distributed()
+
+    def configure_ddp(self) -> None:
+        """Nothing yet: the model is wrapped when its optimizer is there."""
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Makes optimizers and schedulers, and gives model and optimizer to resilin."""
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise ValueError(
+                f"configure_optimizers() of {type(self.lightning_module).__name__} returned "
+                f"{len(self.optimizers)} optimizers; resilin trains with 1"
+            )
+        scheduler, schedule_by = self._take_scheduler()
+        arguments = dict(self._ddp_kwargs)
+        if (device_ids := self.determine_ddp_device_ids()) is not None:
+            arguments["device_ids"] = device_ids
+        assert self.lightning_module is not None
+        self.parallel = AdaptiveDataParallel(
+            self.lightning_module,
+            self.optimizers[0],
+            scheduler,
+            schedule_by=schedule_by,
+            scaler=getattr(self.precision_plugin, "scaler", None),
+            **self._elastic,
+            **arguments,
+        )
+        self.model = self.parallel
+
+    def _take_scheduler(self) -> tuple[Any, ScheduleBy]:
+        """The scheduler that a clock is to step, if there is one: it is the Trainer's no more."""
+        if self._schedule_by == "user":
+            return None, "user"
+        clocked = [
+            config
+            for config in self.lr_scheduler_configs
+            if config.interval == "step" and not config.reduce_on_plateau
+        ]
+        if not clocked:
+            return None, "user"
+        if len(clocked) > 1:
+            raise ValueError(
+                f"{len(clocked)} schedulers have interval='step', and schedule_by "
+                f"({self._schedule_by!r}) can step 1: chain them (SequentialLR, ChainedScheduler), "
+                "or pass schedule_by='user'"
+            )
+        (config,) = clocked
+        if config.frequency != 1:
+            raise ValueError(
+                f"frequency ({config.frequency}) of a scheduler must be 1 where schedule_by "
+                f"({self._schedule_by!r}) steps it, once per reference step"
+            )
+        if is_overridden("lr_scheduler_step", self.lightning_module):
+            raise ValueError(
+                f"lr_scheduler_step() of {type(self.lightning_module).__name__} would not be "
+                f"called where schedule_by ({self._schedule_by!r}) steps the scheduler: remove "
+                "it, or pass schedule_by='user'"
+            )
+        config.frequency = NEVER
+        return config.scheduler, self._schedule_by
+
+    def teardown(self) -> None:
+        """Gives the optimizer its own methods back."""
+        if self.parallel is not None:
+            if self.steps is not None:
+                self.steps.close()
+            self.parallel.release()
+            self.parallel = self.steps = None
+            self.model = self.lightning_module
+        super().teardown()
+
+    # The data ------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Takes the loader of the training; others are left alone."""
+        trainer = self._trainer
+        if not trainer.training or trainer.state.fn != TrainerFn.FITTING:
+            return dataloader
+        if not isinstance(dataloader, AdaptiveDataLoader):
+            raise ValueError(
+                f"the train dataloader is a {type(dataloader).__qualname__} and must be a "
+                "resilin.AdaptiveDataLoader, whose batch_size is the global one"
+            )
+        if self.steps is not None and self.steps.loader is not dataloader:
+            raise ValueError("there are 2 train dataloaders, and resilin trains with 1")
+        self.steps = Steps(dataloader, trainer)
+        return self.steps
+
+    def _place(self, batch: Any) -> Any:
+        """What the Trainer does with a batch before it is trained on."""
+        trainer, model = self._trainer, self.lightning_module
+        assert model is not None
+        batch = self.precision_plugin.convert_input(batch)
+        batch = model._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = self.batch_to_device(batch, dataloader_idx=0)
+        # Where `self.log` reads how many samples its value stands for.
+        trainer._logger_connector.on_batch_start(batch)
+        return batch
+
+    # The step ------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """A step begins. Whether it is the last of the epoch is known when it is committed."""
+        check_accumulation(self._trainer)
+        loop = self._trainer.fit_loop
+        assert loop._data_fetcher is not None
+        # It has counted the reference steps of an epoch, of which there may be more or fewer.
+        loop._data_fetcher.done = loop.epoch_loop.batch_progress.is_last_batch = False
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs `training_step` on each micro-batch; the backward pass of the last is to come."""
+        assert self.steps is not None
+        output = super().training_step(*args, **kwargs)
+        if not self.steps.step_is_whole:
+            check_synced_logs(self._trainer)
+            # The Trainer does it before the backward pass that it knows of, which is the last.
+            self.optimizers[0].zero_grad()
+        while not self.steps.step_is_whole:
+            self.backward(_loss(output), self.optimizers[0])
+            batch = self._place(self.steps.next_part())
+            output = super().training_step(batch, *args[1:], **kwargs)
+        return output
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Makes the step, and tells the Trainer if the epoch ends with it."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self.steps is not None
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        progress.is_last_batch = self.steps.loader.ends_epoch
+        return output
+
+
+def _loss(output: Any) -> Tensor:
+    loss = output if isinstance(output, Tensor) else (output or {}).get("loss")
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"training_step() returned {output!r} for a micro-batch in the middle of a step; it "
+            "must return a loss for each of them"
+        )
+    return loss

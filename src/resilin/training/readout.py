@@ -1,0 +1,43 @@
+"""The numbers of the last step, for the logs of whatever framework owns the loop."""
+
+from __future__ import annotations
+
+import math
+
+from resilin.telemetry.tensorboard import PREFIX
+from resilin.training.job import current_job
+
+
+def read_out(prefix: str = PREFIX) -> dict[str, float]:
+    """What the job knows of its last step; names and meanings are those of `resilin.telemetry`.
+
+    Reading it costs nothing and asks no other replica; all replicas read the same.
+
+    Args:
+        prefix: What the names begin with.
+
+    Returns:
+        `batch_size`, `replicas`, `accumulation_steps`, `samples`, `progress`, `scale`, `gain` and
+        `lr_factor`, and `noise_scale` once noise was measured. Empty before the first step.
+    """
+    job = current_job()
+    model = job.model
+    if model is None or not job.clock.steps:
+        return {}
+    values: dict[str, float] = {
+        "replicas": job.engine.num_replicas,
+        "samples": job.clock.samples,
+        "progress": job.clock.progress,
+        "scale": model.scale,
+        "gain": model.gain,
+        "lr_factor": model.factors[0].lr,
+    }
+    if job.micro_batch is not None:
+        values["batch_size"] = job.micro_batch.samples
+    if job.loader is not None:
+        values["accumulation_steps"] = job.loader.accumulation_steps
+    noise = model.sample_noise
+    # An estimate of a squared norm may be 0 or less: then there is no signal to compare with.
+    if noise is not None and noise.sqr_norm > 0:
+        values["noise_scale"] = noise.trace / noise.sqr_norm
+    return {f"{prefix}{name}": float(v) for name, v in values.items() if math.isfinite(v)}
