@@ -44,7 +44,7 @@ class Live:
         if bounds is not None:
             self.loader.autoscale_batch_size(MOST, local_bsz_bounds=bounds)
         self.events = []
-        resilin.current_job().listeners.append(self.events.append)
+        resilin.listen(self.events.append)
         self.sizes = []
 
     def run(self, steps, per_step=0.0, per_sample=0.0, per_micro_batch=0.0):
