@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
@@ -23,6 +24,8 @@ from resilin.lab.results import Result, UnclearMetric, choose_metric
 from resilin.lab.style import save_png
 
 TIMEOUT = 110
+ROOT = Path(__file__).parents[2]
+DATA = Path(os.environ.get("RESILIN_DATA", ROOT.parent / "shared" / "data")) / "capacity"
 REAL = """
 import os, pathlib, sys
 import torch
@@ -389,3 +392,20 @@ def test_a_cell_knows_its_place(tmp_path):
     assert Cell("t", "a.b:c", 0).place == "t/a.b-c/seed-0"
     (tmp_path / "log").write_bytes(b"\n".join(b"%d \xff" % n for n in range(99)))
     assert log_end(tmp_path / "log").splitlines()[0].startswith("87 ")
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"public traces are not in {DATA} (RESILIN_DATA)")
+def test_the_example_is_compared_on_the_public_traces(tmp_path, capsys):
+    names = ("batchsize_mnist", "gcp_spot_a100", "gcp_spot_tpuv2")
+    traces = [part for name in names for part in ("--trace", str(DATA / f"{name}.csv"))]
+    options = ["--restarts", "append", "--end", "repeat", "--max-replicas", "16"]
+    options += ["--local-bsz", "8", "--step-seconds", "2min", "--seeds", "1", "--json"]
+    out = tmp_path / "out"
+    script = [str(ROOT / "examples" / "lab_digits.py"), "--epochs", "2"]
+    assert command.main(["--rules", "sqrt", *traces, *options, "--out", str(out), *script]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["trace"] for row in rows] == [None, *names]
+    # Two passes over the data in all of them, in fewer and larger steps under a trace.
+    assert {row["samples"] for row in rows} == {2 * 1280}
+    assert all(row["steps"] < rows[0]["steps"] for row in rows[1:])
+    assert (out / "compare.png").stat().st_size > 10_000

@@ -111,6 +111,19 @@ class StepEvent(Event):
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What else the user recorded in the step, by name."""
 
+    @property
+    def learning_rate(self) -> float | None:
+        """What the optimizer used for the first group; None if it has no learning rate."""
+        return None if self.lr is None else self.lr * self.lr_factor
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The batch size at which noise and signal of the gradient are equal, if it is known."""
+        # An estimate of a squared norm may be 0 or less: then there is no signal to compare with.
+        if self.trace is None or self.sqr_norm is None or not self.sqr_norm > 0:
+            return None
+        return self.trace / self.sqr_norm
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsEvent(Event):

@@ -136,11 +136,6 @@ def _own(event: Event) -> Mapping[str, float | None]:
 
 
 def _of_step(event: StepEvent) -> Mapping[str, float | None]:
-    learning_rate = None if event.lr is None else event.lr * event.lr_factor
-    noise_scale = None
-    # An estimate of a squared norm may be 0 or less: then there is no signal to compare with.
-    if event.trace is not None and event.sqr_norm is not None and event.sqr_norm > 0:
-        noise_scale = event.trace / event.sqr_norm
     return {
         "batch_size": event.batch_size,
         "replicas": event.replicas,
@@ -150,8 +145,8 @@ def _of_step(event: StepEvent) -> Mapping[str, float | None]:
         "gain": event.gain,
         "lr": event.lr,
         "lr_factor": event.lr_factor,
-        "learning_rate": learning_rate,
-        "noise_scale": noise_scale,
+        "learning_rate": event.learning_rate,
+        "noise_scale": event.noise_scale,
         "sqr_norm": event.sqr_norm,
         "trace": event.trace,
         "loss": event.loss,

@@ -203,10 +203,7 @@ class Status:
     @property
     def noise_scale(self) -> float | None:
         """The batch size at which noise and signal of the gradient are equal."""
-        step = self.step
-        if step is None or step.trace is None or not step.sqr_norm:
-            return None
-        return step.trace / step.sqr_norm
+        return None if self.step is None else self.step.noise_scale
 
     def as_dict(self, now: float) -> dict[str, Any]:
         """All of it as JSON values; what is unknown or not finite is None."""
