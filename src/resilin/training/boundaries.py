@@ -25,29 +25,31 @@ def start(job: Job) -> Recovery:
     return job.recovery
 
 
-def begin_step(job: Job) -> None:
-    """Called before each step of training: the last one is over, and the next may begin."""
+def _step_over(job: Job) -> tuple[Recovery, Recorder]:
+    """The last step is over, if there was one: it is told of before anything else is done."""
     recovery = start(job)
     assert isinstance(job.recorder, Recorder)
     job.recorder.step_over()
+    return recovery, job.recorder
+
+
+def begin_step(job: Job) -> None:
+    """Called before each step of training: the last one is over, and the next may begin."""
+    recovery, recorder = _step_over(job)
     recovery.between_steps()
     job.engine.begin_step()
-    job.recorder.step_begins()
+    recorder.step_begins()
 
 
 def end_epoch(job: Job) -> None:
     """Called behind the last step of an epoch."""
-    recovery = start(job)
-    assert isinstance(job.recorder, Recorder)
-    job.recorder.step_over()
-    job.recorder.epoch_over()
+    recovery, recorder = _step_over(job)
+    recorder.epoch_over()
     recovery.between_steps()
 
 
 def end_training(job: Job) -> None:
     """Called behind the last step of a loop that need not end where an epoch does."""
-    recovery = start(job)
-    assert isinstance(job.recorder, Recorder)
-    job.recorder.step_over()
+    recovery, _ = _step_over(job)
     recovery.between_steps()
     recovery.finish()

@@ -10,7 +10,6 @@ the replica that had it.
 from __future__ import annotations
 
 import atexit
-import logging
 import math
 import os
 import platform
@@ -30,8 +29,6 @@ from resilin.telemetry.log import EventLog
 from resilin.telemetry.read import last_event
 from resilin.training import steering
 from resilin.training.job import Job, Number, Stamp, TrainedModel
-
-logger = logging.getLogger("resilin")
 
 SHARE = 0.005
 """Part of the time that telling of steps may take."""
