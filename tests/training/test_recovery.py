@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import time
 from datetime import timedelta
 
 import pytest
@@ -57,6 +58,12 @@ def wait_for_save():
     recovery = resilin.current_job().recovery
     if recovery is not None and recovery._checkpoints is not None:
         recovery._checkpoints.wait()
+
+
+def wait_for_thread():
+    # How the save has ended is for the training to find out.
+    while resilin.current_job().recovery._checkpoints.saving:
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("step", [1, 3, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1, 12])
@@ -146,7 +153,8 @@ def test_a_failing_checkpoint_does_not_stop_the_training(tmp_path, caplog):
     caplog.set_level(logging.ERROR, "resilin")
     resilin.checkpoint_to(folder, every=2)
     job = Job()
-    job.train(2, on_step)
+    # Else a slow save might last from before the directory went until it is back.
+    job.train(2, on_step, before_step=wait_for_thread)
     assert job.model.clock.steps == 14
     assert "a checkpoint failed; training goes on" in caplog.text
     assert Checkpoints(folder).commits()[0].version.step == 14
