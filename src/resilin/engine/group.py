@@ -13,11 +13,11 @@ import time
 import uuid
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from resilin.engine import devices
 from resilin.engine.base import Engine
 from resilin.engine.single import Single
 from resilin.engine.torchrun import Torchrun
@@ -37,8 +37,8 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAU
     each of them.
 
     Args:
-        backend: `nccl`, `gloo` or another one of torch.distributed; None takes nccl where CUDA
-            is available, else gloo.
+        backend: `nccl`, `gloo` or another one of torch.distributed; None takes that of the
+            device: nccl where CUDA is available, xla with PyTorch/XLA, else gloo.
         timeout: How long a collective may wait.
 
     Raises:
@@ -60,10 +60,11 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAU
             f"the launcher's environment is incomplete: {', '.join(present)} set, "
             f"{', '.join(missing)} missing; start the job with torchrun, or set none of them"
         )
-    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    kind = devices.here()
+    if "LOCAL_RANK" in os.environ:
+        kind.choose(int(os.environ["LOCAL_RANK"]))
     if backend is None:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = kind.backend
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     dist.init_process_group(
         backend,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from resilin.engine import devices
 from resilin.training.job import current_job
 
 
@@ -45,8 +46,8 @@ class _Term:
 
 
 def _device() -> torch.device:
-    cuda = "nccl" in str(dist.get_backend())
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    on_host = "gloo" in str(dist.get_backend())
+    return torch.device("cpu") if on_host else devices.here().current()
 
 
 def _same_everywhere(text: str) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from resilin.core import _validate
+from resilin.engine import devices
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -31,7 +32,7 @@ def _flat(tensor: Tensor) -> Tensor:
 def _sqr_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Squared norm of each tensor, in float64."""
     flat = [_flat(tensor.detach()) for tensor in tensors]
-    if flat[0].is_cuda:
+    if devices.of(flat[0].device).batches_kernels:
         # Two kernels for all of them; on the CPU a dot product each is several times faster.
         return torch.stack([norm.double() for norm in torch._foreach_norm(flat)]).square()
     norms = [torch.dot(tensor, tensor) for tensor in flat]

@@ -8,35 +8,29 @@ a stale one cannot be used. The cursor moves when the step is committed, and not
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 from resilin.core import _validate
 from resilin.core.clock import Clock, Reference, step_scale
 from resilin.core.events import FaultEvent
 from resilin.core.plan import BatchBounds, BatchPlan
 from resilin.core.stream import TAILS, Ownership, SampleStream, Tail
+from resilin.engine import devices
 from resilin.engine.base import Engine
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
 from resilin.training import steering
 from resilin.training.autoscale import Autoscaler
 from resilin.training.boundaries import begin_step, end_epoch, start
+from resilin.training.fetching import Fetcher
 from resilin.training.job import MicroBatch, current_job
 from resilin.training.room import Room
 from resilin.training.sizes import BatchSize, BatchSizes
-from resilin.training.tickets import (
-    CannotSplit,
-    Ticket,
-    TicketDataset,
-    TicketSampler,
-    WorkerInit,
-    split,
-)
 
 _OWN = {
     "sampler": "the order is that of the sample stream",
@@ -75,7 +69,7 @@ class AdaptiveDataLoader:
         drop_last: Whether to drop the remainder of an epoch, once for all replicas.
         max_local_bsz: Most samples in a micro-batch; more are accumulated. `auto` finds out what
             fits into memory, from micro-batches that begin small and at most double.
-        memory_budget: Bytes that a micro-batch may take under `auto`; None takes 90% of the CUDA
+        memory_budget: Bytes that a micro-batch may take under `auto`; None takes 90% of the
             device's memory. On the CPU it bounds what the forward pass keeps for backward.
         seed: Chooses the order. None takes it from `generator=` if there is one, else from the
             environment (`RESILIN_SEED`), else 0.
@@ -148,25 +142,9 @@ class AdaptiveDataLoader:
         current_job().num_loaders += 1
         self._owners = Ownership(0, self._engine.num_replicas)
         self._rank = self._engine.replica
-        self._generation = 0
-        self._ahead: deque[Ticket] = deque()
-        self._dispatched = 0
-        self._left_over: tuple[Ticket, Any] | None = None
         self._plan: BatchPlan | None = None
         self._current_samples = 0
-        if dataloader_kwargs.get("num_workers", 0):
-            dataloader_kwargs["persistent_workers"] = True
-            own = dataloader_kwargs.pop("worker_init_fn", None)
-            dataloader_kwargs["worker_init_fn"] = WorkerInit(own)
-        collate = dataloader_kwargs.pop("collate_fn", None) or default_collate
-        self._loader: DataLoader[Any] = DataLoader(
-            TicketDataset(dataset, self._stream, collate),
-            batch_size=None,
-            sampler=TicketSampler(self),
-            collate_fn=_as_it_is,
-            **dataloader_kwargs,
-        )
-        self._batches: Iterator[Any] | None = None
+        self._fetcher = Fetcher(dataset, self._stream, self._cut, dataloader_kwargs)
 
     # The batch size ------------------------------------------------------------------------
 
@@ -249,22 +227,17 @@ class AdaptiveDataLoader:
             return self._sizes.plan(self.current_batch_size, self.current_batch_size)
         return self._plan
 
-    # Tickets -------------------------------------------------------------------------------
+    # Ahead of the step ---------------------------------------------------------------------
 
-    def next_ticket(self) -> Ticket:
-        """Cuts the next ticket by the sizes of now; called when a worker is free."""
-        while not self._ahead:
-            batch_size = self.current_batch_size
-            span = self._stream.batch(self._dispatched, batch_size, tail=self._tail)
-            plan = self._split_plan(self._sizes.plan(len(span), batch_size))
-            mine = self._owners.positions(self._engine.replica, span)
-            offset = 0
-            for size in plan.micro_batches(self._owners.slot(self._engine.replica, span.start)):
-                start = mine[offset]
-                self._ahead.append(Ticket(self._generation, start, mine.step, size))
-                offset += size
-            self._dispatched = span.stop
-        return self._ahead.popleft()
+    def _cut(self, position: int) -> tuple[list[range], int]:
+        """What a step at this position would be by the sizes of now, and where it would end."""
+        batch_size = self.current_batch_size
+        span = self._stream.batch(position, batch_size, tail=self._tail)
+        plan = self._split_plan(self._sizes.plan(len(span), batch_size))
+        mine = self._owners.positions(self._engine.replica, span)
+        sizes = plan.micro_batches(self._owners.slot(self._engine.replica, span.start))
+        ends = accumulate(sizes)
+        return [mine[end - size : end] for size, end in zip(sizes, ends, strict=True)], span.stop
 
     def _split_plan(self, plan: BatchPlan) -> BatchPlan:
         """One replica measures noise by running an occasional batch in two halves."""
@@ -273,46 +246,6 @@ class AdaptiveDataLoader:
         if alone and model is not None and model.training and model.measures_next():
             return BatchPlan(plan.global_batch_size, 1, max_local_bsz=-(-plan.batch_size // 2))
         return plan
-
-    def _rebase(self, position: int) -> None:
-        """Drops whatever is on its way and begins anew at this position."""
-        self._generation += 1
-        self._ahead.clear()
-        self._left_over = None
-        self._dispatched = position
-
-    def _fetch(self, positions: range, limit: int) -> tuple[Any, int]:
-        """The next micro-batch: the first of these positions, at most `limit` of them."""
-        if self._batches is None:
-            self._batches = iter(self._loader)
-        while True:
-            ticket, batch = self._left_over or next(self._batches)
-            self._left_over = None
-            if ticket.generation != self._generation:
-                continue
-            if ticket.start != positions.start:
-                # What was fetched ahead does not fit any more: a step was left uncommitted, or
-                # another tail was dropped.
-                self._fetch_again(positions, limit)
-                continue
-            count = min(ticket.num, len(positions), limit)
-            if count == ticket.num:
-                return batch, count
-            try:
-                first, rest = split(batch, count, ticket.num)
-            except CannotSplit:
-                self._fetch_again(positions, limit)
-                continue
-            behind = ticket._replace(start=ticket.positions[count], num=ticket.num - count)
-            self._left_over = (behind, rest)
-            return first, count
-
-    def _fetch_again(self, positions: range, limit: int) -> None:
-        """Cuts new tickets for the rest of this step, and for what follows it."""
-        self._rebase(self._span.stop)
-        for offset in range(0, len(positions), limit):
-            part = positions[offset : offset + limit]
-            self._ahead.append(Ticket(self._generation, part.start, part.step, len(part)))
 
     # Iterating -----------------------------------------------------------------------------
 
@@ -445,13 +378,13 @@ class AdaptiveDataLoader:
         }
         self._span = span
         if not mine and training:
-            _, batch = self._loader.dataset[Ticket(self._generation, span.start, 1, 1)]
+            batch = self._fetcher.one(span.start)
             yield self._hand_out(batch, 0, index=0, last=True, **common)
         index, rest = 0, mine
         while rest:
             room = self._sizes.room if training else None
             most = limit if room is None else min(limit, room.limit)
-            batch, count = self._fetch(rest, most)
+            batch, count = self._fetcher.take(rest, most, behind=span.stop)
             rest = rest[count:]
             yield self._hand_out(batch, count, index=index, last=not rest, **common)
             index += 1
@@ -498,8 +431,7 @@ class AdaptiveDataLoader:
         if self._failed is None:
             return
         # Out of the handler: the traceback holds on to what has to be freed.
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        devices.here().release_memory()
         if self._sizes.room is None:
             self._sizes.room = Room(2**62, start=self.batch_size)
         limit = self._sizes.room.failed(size)
@@ -523,7 +455,7 @@ class AdaptiveDataLoader:
         """A new generation: positions are dealt out anew from the cursor on."""
         self._owners = Ownership(self._cursor, self._engine.num_replicas)
         self._rank = self._engine.replica
-        self._rebase(self._cursor)
+        self._fetcher.begin(self._cursor)
 
     def state_dict(self) -> dict[str, Any]:
         """The data state: which stream, where in it, and which epoch it has ended, if any."""
@@ -539,7 +471,3 @@ class AdaptiveDataLoader:
         # An epoch whose data are done is not begun again; the loop goes on behind it.
         self._ended = self._skip = state.get("ended")
         self._join()
-
-
-def _as_it_is(item: Any) -> Any:
-    return item

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from resilin.engine.devices import to_host
 from resilin.training.snapshot import Json, Snapshot, Version, shares
 
 FORMAT = 1
@@ -237,12 +238,7 @@ class _Writer:
         head = (version.generation, version.step, version.epoch, self._end, len(text))
         # Incomplete from here on, whatever happens.
         _HEADER.pack_into(memory, 0, _MAGIC, 0, *head, 0)
-        on_device = False
-        for name, view in self._views.items():
-            view.copy_(tensors[name], non_blocking=True)
-            on_device |= tensors[name].is_cuda
-        if on_device:
-            torch.cuda.synchronize()
+        to_host((view, tensors[name]) for name, view in self._views.items())
         memory[self._end : self._end + len(text)] = text
         _HEADER.pack_into(memory, 0, _MAGIC, 1, *head, zlib.crc32(text))
 

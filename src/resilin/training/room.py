@@ -2,8 +2,9 @@
 
 Nothing is probed beside the training, so neither its state nor its random numbers are disturbed.
 Micro-batches begin small and at most double; what two sizes have taken says by a straight line what
-a larger one will take. On CUDA the allocator's peak is read, which waits for nothing; on the CPU
-the bytes that the forward pass keeps for backward stand for it, and the user gives the budget.
+a larger one will take. On accelerators the allocator's peak is read, which waits for nothing; on
+the CPU the bytes that the forward pass keeps for backward stand for it, and the user gives the
+budget.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from resilin.core import _validate
+from resilin.engine import devices
 
 SHARE = 0.9
 """Part of a device's memory that micro-batches may take."""
@@ -24,24 +26,25 @@ class Room:
     """The largest micro-batch that this replica should run.
 
     Args:
-        budget: Bytes that it may take; None takes `SHARE` of the CUDA device's memory.
+        budget: Bytes that it may take; None takes `SHARE` of the device's memory.
         start: Samples of the first micro-batch.
 
     Raises:
-        ValueError: No budget, and no CUDA device that has one.
+        ValueError: No budget, and no device that has one.
     """
 
     def __init__(self, budget: int | None, start: int) -> None:
         if budget is None:
-            if not torch.cuda.is_available():
+            kind = devices.here()
+            total = kind.total_memory()
+            if total is None:
                 raise ValueError(
-                    "max_local_bsz='auto' without a CUDA device needs memory_budget=, in bytes: "
-                    "nothing else says how much memory a micro-batch may take"
+                    f"max_local_bsz='auto' on a device ({kind.kind}) that does not say how much "
+                    "memory it has needs memory_budget=, in bytes"
                 )
-            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
             budget = int(SHARE * total)
         self.budget = _validate.whole("memory_budget", budget, at_least=1)
-        """Bytes that a micro-batch may take, with all else on a CUDA device."""
+        """Bytes that a micro-batch may take, with all else on an accelerator."""
         self._largest = max(1, start // 2)
         self._seen: dict[int, int] = {}
         self._ceiling: int | None = None
@@ -90,13 +93,13 @@ class Room:
     def measure(self, size: int) -> Iterator[None]:
         """Surrounds a forward pass with `size` samples, and learns from it.
 
-        On CUDA the peak is that since the last forward pass began, so a backward pass counts for
-        the micro-batch before: of the same size, but for the first of a larger one.
+        On accelerators the peak is that since the last forward pass began, so a backward pass
+        counts for the micro-batch before: of the same size, but for the first of a larger one.
         """
-        if torch.cuda.is_available():
+        peak = devices.here().peak_memory()
+        if peak is not None:
             if self._running is not None:
-                self.measured(self._running, torch.cuda.max_memory_allocated())
-            torch.cuda.reset_peak_memory_stats()
+                self.measured(self._running, peak)
             self._running = size
             yield
             return

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from resilin.core.noise import NoiseSample, from_sums
+from resilin.engine import devices
 from resilin.engine.base import Engine
 from resilin.training.gradstats import GroupNorms
 from resilin.training.timing import SyncTimer
@@ -77,7 +78,9 @@ class StepGradient:
         self._armed = False
         self._synced = False
         self._last_weight = 0.0
-        self.sync = SyncTimer(self._parameters[0].device if self._parameters else "cpu")
+        place = self._parameters[0].device if self._parameters else torch.device("cpu")
+        self._kind = devices.of(place)
+        self.sync = SyncTimer(place)
         """How long steps wait for their reduction."""
         self.reset()
         self.join()
@@ -238,6 +241,7 @@ class StepGradient:
                 "torch.nn.utils.clip_grad_norm_()"
             )
         self._version = None
+        self._kind.end_micro_batch()
         if self.measure and self._group is None and self.part is not None and self.part.weight:
             self._absorb(self._take_grads(), self.part.weight)
             self._unit = 0.0

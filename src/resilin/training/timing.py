@@ -1,7 +1,8 @@
 """How long a step waits for the reduction of its gradient, without synchronising the device.
 
-On the CPU a mark is a time. On CUDA it is an event in the stream, read some steps later, when the
-device has long passed it: nothing on the way of a step ever waits for the device.
+On the CPU a mark is a time. Where a device queues its work, it is an event in the stream, read some
+steps later, when the device has long passed it: nothing on the way of a step ever waits for the
+device.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import time
 from collections import deque
 
 import torch
+
+from resilin.engine import devices
 
 _PENDING = 16
 """Steps whose events may be unread; older ones are dropped."""
@@ -20,13 +23,10 @@ class _Mark:
 
     def __init__(self, device: torch.device) -> None:
         self.time = time.perf_counter()
-        self.event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self.event.record(torch.cuda.current_stream(device))
+        self.event = devices.of(device).event(device)
 
     def passed(self) -> bool:
-        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+        return self.event is None or self.event.query()
 
     def seconds_to(self, later: _Mark) -> float:
         if self.event is None or later.event is None:

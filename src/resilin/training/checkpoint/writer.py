@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
+from resilin.engine import devices
 from resilin.training.checkpoint.commit import METADATA_FILE, Entry, FileSum
 from resilin.training.checkpoint.storage import Storage
 
@@ -35,31 +36,24 @@ class Stage:
     def copy(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         """Copies these tensors aside, and returns when that is done.
 
-        The copies are good until the next call. Memory is pinned for tensors on CUDA devices.
+        The copies are good until the next call. Memory is pinned where the device gains by it.
         """
-        staged: dict[str, Tensor] = {}
-        devices = set()
-        for name in names:
-            tensor = tensors[name]
-            staged[name] = buffer = self._buffer(name, tensor)
-            buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-            if tensor.is_cuda:
-                devices.add(tensor.device)
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+        staged = {name: self._buffer(name, tensors[name]) for name in names}
+        devices.to_host((buffer, tensors[name].detach()) for name, buffer in staged.items())
         # What is no longer in the share is given back.
         self._buffers = dict(staged)
         return staged
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         old = self._buffers.get(name)
+        pinned = devices.of(tensor.device).pins
         if (
             old is not None
             and (old.shape, old.dtype) == (tensor.shape, tensor.dtype)
-            and old.is_pinned() >= tensor.is_cuda
+            and old.is_pinned() >= pinned
         ):
             return old
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
 
 
 @dataclass(frozen=True, slots=True)
