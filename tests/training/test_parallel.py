@@ -160,6 +160,15 @@ def test_an_optimizer_that_raises_keeps_its_own_values_and_commits_nothing():
     assert loader.state_dict()["cursor"] == 0
 
 
+def test_a_parameter_group_that_comes_too_late_is_refused():
+    model, optimizer = make(rule="linear")
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    x, y = next(iter(resilin.AdaptiveDataLoader(data(), batch_size=32)))
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(ValueError, match=r"has 2 parameter groups, and had 1 .* add groups before"):
+        optimizer.step()
+
+
 def test_the_gate_can_be_taken_off():
     plain = net()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

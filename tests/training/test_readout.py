@@ -50,6 +50,22 @@ def test_the_last_step_can_be_read_out():
     }
 
 
+def test_behind_an_epoch_the_sizes_are_those_of_its_last_step():
+    model, optimizer, loader = make(max_local_bsz=2)
+    train(model, optimizer, loader)
+    read = read_out("")
+    # 50 samples: the seventh step has the last 2, and not the 8 that the next epoch begins with.
+    assert (read["samples"], read["batch_size"], read["accumulation_steps"]) == (50, 2, 1)
+
+
+def test_while_a_step_accumulates_the_one_before_it_is_read_out():
+    model, optimizer, loader = make(max_local_bsz=4)
+    train(model, optimizer, loader, steps=2)
+    loader.set_batch_size(16)
+    model(next(iter(loader))[0]).square().mean().backward()
+    assert (read_out("")["batch_size"], read_out("")["accumulation_steps"]) == (8, 2)
+
+
 @pytest.mark.parametrize(("drop_last", "steps"), [(False, 7), (True, 6)])
 def test_a_run_that_is_left_behind_the_last_step_of_an_epoch_goes_on_with_the_next(
     drop_last, steps

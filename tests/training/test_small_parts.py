@@ -102,6 +102,20 @@ def test_replicas_may_have_different_keys():
         assert dict(stats) == {"from 0": 1.0, "from 1": 1.0, "from 2": 1.0, "all": 3.0}
 
 
+@pytest.mark.world_size(2)
+def test_sums_that_were_read_can_be_cleared_at_once():
+    stats = resilin.Accumulator()
+    stats[f"from {replica()}"] += 1
+    stats["all"] += 1
+    with stats.synchronized():
+        assert len(stats) == 3
+        stats.clear()
+        assert len(stats) == 0
+    stats["all"] += 1
+    with stats.synchronized():
+        assert dict(stats) == {"all": 2.0}
+
+
 @pytest.mark.parametrize(
     "read",
     [

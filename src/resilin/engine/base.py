@@ -76,6 +76,11 @@ class Engine:
         return False
 
     @property
+    def exits(self) -> bool:
+        """Whether this process ends by itself behind the training, as a script does."""
+        return True
+
+    @property
     def num_restarts(self) -> int:
         """How often this process was started again, as far as is known."""
         return 0

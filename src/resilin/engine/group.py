@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from resilin.engine import devices
+from resilin.engine import devices, ray
 from resilin.engine.base import Engine
 from resilin.engine.single import Single
 from resilin.engine.torchrun import Torchrun
@@ -103,4 +103,6 @@ def _agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta)
 
 def detect() -> Engine:
     """The engine of whatever launched this process."""
+    if ray.in_worker():
+        return ray.RayTrain()
     return Torchrun() if all(name in os.environ for name in LAUNCHER_ENV) else Single()

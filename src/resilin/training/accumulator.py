@@ -100,7 +100,12 @@ class Accumulator(MutableMapping[Any, Any]):
         self._sums[key] = value._value if isinstance(value, _Term) else _number(value)
 
     def __delitem__(self, key: Any) -> None:
-        del self._sums[key]
+        if self._total is None:
+            del self._sums[key]
+            return
+        del self._total[key]
+        # Only others may have added to it.
+        self._sums.pop(key, None)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._sums if self._total is None else self._total)

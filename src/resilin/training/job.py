@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -199,6 +199,15 @@ class MicroBatch:
     """Reference steps that the reference run made with these samples."""
 
 
+class StepSizes(NamedTuple):
+    """How large a step was."""
+
+    samples: int
+    """Samples in it, over all replicas."""
+    accumulation_steps: int
+    """The most micro-batches that a replica ran."""
+
+
 @dataclass(slots=True)
 class Job:
     """What is being trained, and how far it has come."""
@@ -213,6 +222,8 @@ class Job:
     """The run that the learning rate was tuned for."""
     micro_batch: MicroBatch | None = None
     """What the loop body is working on; None outside a resilin loader."""
+    last_step: StepSizes | None = None
+    """Sizes of the last step; None until this process has made one."""
     loader: CommittingLoader | None = None
     """The loader that is being iterated."""
     model: TrainedModel | None = None

@@ -121,7 +121,16 @@ def _decays_through_lr(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 @contextmanager
 def applied(optimizer: Optimizer, factors: Sequence[Factors]) -> Iterator[None]:
-    """Applies the factors to each parameter group, and restores the groups' own values."""
+    """Applies the factors to each parameter group, and restores the groups' own values.
+
+    Raises:
+        ValueError: There are not as many groups as factors.
+    """
+    if len(optimizer.param_groups) != len(factors):
+        raise ValueError(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, and had "
+            f"{len(factors)} when it was given to AdaptiveDataParallel: add groups before that"
+        )
     kept: list[dict[str, Any]] = []
     tensors: list[tuple[Tensor, Tensor]] = []
     for group, factor in zip(optimizer.param_groups, factors, strict=True):

@@ -37,7 +37,7 @@ from resilin.training import steering
 from resilin.training.boundaries import begin_step
 from resilin.training.estimates import NoiseEstimates
 from resilin.training.gradstats import GroupNorms, MeasureSchedule
-from resilin.training.job import MicroBatch, current_job
+from resilin.training.job import MicroBatch, StepSizes, current_job
 from resilin.training.optimizer import Gate, applied
 from resilin.training.scaler import ScalerGate, calling_scaler
 from resilin.training.scheduler import ClockedScheduler
@@ -403,6 +403,9 @@ class AdaptiveDataParallel(nn.Module):
             gain=self._gain,
             tokens=weight,
             sample_steps=None if micro is None else micro.sample_steps,
+        )
+        job.last_step = StepSizes(
+            samples, 1 if job.loader is None else job.loader.accumulation_steps
         )
         if job.recorder is not None:
             job.recorder.committed(self, samples)

@@ -17,8 +17,9 @@ def read_out(prefix: str = PREFIX) -> dict[str, float]:
         prefix: What the names begin with.
 
     Returns:
-        `batch_size`, `replicas`, `accumulation_steps`, `samples`, `progress`, `scale`, `gain` and
-        `lr_factor`, and `noise_scale` once noise was measured. Empty before the first step.
+        `replicas`, `samples`, `progress`, `scale`, `gain` and `lr_factor`; `batch_size` and
+        `accumulation_steps` once this process has made a step, and `noise_scale` once noise was
+        measured. Empty before the first step of the job.
     """
     job = current_job()
     model = job.model
@@ -32,10 +33,8 @@ def read_out(prefix: str = PREFIX) -> dict[str, float]:
         "gain": model.gain,
         "lr_factor": model.factors[0].lr,
     }
-    if job.micro_batch is not None:
-        values["batch_size"] = job.micro_batch.samples
-    if job.loader is not None:
-        values["accumulation_steps"] = job.loader.accumulation_steps
+    if job.last_step is not None:
+        values["batch_size"], values["accumulation_steps"] = job.last_step
     noise = model.sample_noise
     # An estimate of a squared norm may be 0 or less: then there is no signal to compare with.
     if noise is not None and noise.sqr_norm > 0:

@@ -353,7 +353,11 @@ class Recovery:
         self._close_watch()
         self._engine.stop.release()
         self._listening = False
-        if self._memory is not None and not self._finish_registered:
+        if self._memory is not None and not self._engine.exits:
+            # A process that is killed tidies up now or never; not before all replicas are done.
+            self._engine.gather(None)
+            _forget(self._memory)
+        elif self._memory is not None and not self._finish_registered:
             self._finish_registered = True
             atexit.register(_forget, self._memory)
 
