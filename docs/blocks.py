@@ -1,10 +1,17 @@
 """Runs the code of the documentation, so that no page can promise what does not work.
 
-The `python` blocks of a page run from top to bottom in one namespace. Where a `text` block
+The `python` and `bash` blocks of a page run from top to bottom in a directory of their own, which
+has a copy of `examples/`: the python blocks in one namespace, the others as commands. A block with
+`title="name.py"` is also saved under that name, for the commands behind it. Where a `text` block
 follows a `python` block with nothing but blank lines in between, it is what the block prints,
 character for character. Blocks of any other language are left alone.
 
-    python docs/blocks.py             # every page
+A block that cannot run just anywhere says above it, in a comment that the page does not show, what
+it needs; it is counted, and not run:
+
+    <!-- needs: a GPU -->
+
+    python docs/blocks.py             # every page, and README.md
     python docs/blocks.py README.md   # these pages
 """
 
@@ -12,72 +19,144 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+SECONDS = 180
+"""How long a command may take."""
 _BLOCK = re.compile(
-    r"^```python[^\n]*\n(?P<code>.*?)^```[ ]*$(?:\n\s*?^```text[^\n]*\n(?P<text>.*?)^```[ ]*$)?",
+    r"^(?:<!-- needs: (?P<needs>[^\n]+?) -->\n\s*?)?"
+    r"^```(?P<language>python|bash)(?: title=\"(?P<title>[^\"\n]+)\")?[ ]*\n"
+    r"(?P<code>.*?)^```[ ]*$(?:\n\s*?^```text[^\n]*\n(?P<text>.*?)^```[ ]*$)?",
     re.MULTILINE | re.DOTALL,
 )
 
 
 class Block(NamedTuple):
-    """One `python` block of a page."""
+    """One block of a page that can be run."""
 
     line: int
     """Line of the page on which its code begins."""
+    language: str
+    """`python` or `bash`."""
     code: str
     """The code."""
     output: str | None
     """What it prints, if the page says so."""
+    title: str | None
+    """What it is to be saved as, if the page says so."""
+    needs: str | None
+    """What it takes to run it, if that is not to be had just anywhere."""
 
 
-def pages(folder: Path = HERE) -> list[Path]:
-    """Every page of the documentation."""
-    return sorted(folder.rglob("*.md"))
+def pages() -> list[Path]:
+    """Every page of the documentation, and the README."""
+    return [ROOT / "README.md", *sorted(HERE.rglob("*.md"))]
 
 
-def blocks(page: Path) -> list[Block]:
-    """The `python` blocks of one page, in order.
+def blocks(page: Path, languages: tuple[str, ...] = ("python",)) -> list[Block]:
+    """The blocks of one page in these languages, in order.
 
     Raises:
         ValueError: A block is indented or not closed, and would be passed over.
     """
     text = page.read_text(encoding="utf-8")
     found = [
-        Block(text.count("\n", 0, match.start("code")) + 1, match["code"], match["text"])
+        Block(
+            line=text.count("\n", 0, match.start("code")) + 1,
+            language=match["language"],
+            code=match["code"],
+            output=match["text"],
+            title=match["title"],
+            needs=match["needs"],
+        )
         for match in _BLOCK.finditer(text)
     ]
-    if len(found) != (fences := text.count("```python")):
-        raise ValueError(f"{page}: {fences} python blocks, of which {len(found)} can be run")
-    return found
+    for what, fences, runnable in (
+        ("blocks", len(re.findall(r"```(?:python|bash)", text)), len(found)),
+        ("needs", text.count("<!-- needs:"), sum(block.needs is not None for block in found)),
+    ):
+        if fences != runnable:
+            raise ValueError(f"{page}: {fences} {what}, of which {runnable} are understood")
+    return [block for block in found if block.language in languages]
 
 
-def check(page: Path) -> int:
-    """Runs one page and returns how many blocks it has.
+def check(page: Path) -> None:
+    """Runs one page, here.
 
     Raises:
         AssertionError: A block printed something other than its page says.
+        subprocess.CalledProcessError: A command failed.
     """
     namespace: dict[str, object] = {"__name__": "__main__"}
-    found = blocks(page)
-    for block in found:
-        # The blank lines make a traceback name the line of the page.
-        code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(code, namespace)
-        if block.output is not None and printed.getvalue() != block.output:
-            raise AssertionError(
-                f"{page}, line {block.line}: the page says\n{block.output}\nbut the block prints\n"
-                f"{printed.getvalue()}"
-            )
-    return len(found)
+    for block in blocks(page, ("python", "bash")):
+        if block.title is not None:
+            Path(block.title).write_text(block.code, encoding="utf-8")
+        if block.needs is None and block.language == "bash":
+            _run(block.code)
+        elif block.needs is None:
+            _execute(page, block, namespace)
+
+
+def _run(code: str) -> None:
+    command = ["bash", "-euo", "pipefail", "-c", code]
+    subprocess.run(command, check=True, timeout=SECONDS, stdout=subprocess.DEVNULL)
+
+
+def _execute(page: Path, block: Block, namespace: dict[str, object]) -> None:
+    # The blank lines make a traceback name the line of the page.
+    code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, namespace)
+    if block.output is not None and printed.getvalue() != block.output:
+        raise AssertionError(
+            f"{page}, line {block.line}: the page says\n{block.output}\nbut the block prints\n"
+            f"{printed.getvalue()}"
+        )
+
+
+def run_page(page: Path) -> Counter[str] | None:
+    """The same in a process and a directory of its own; None if it failed."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="page-", ignore_cleanup_errors=True) as scratch:
+        shutil.copytree(ROOT / "examples", Path(scratch, "examples"))
+        # Jobs, process groups and signal handlers end with the process.
+        ended = subprocess.run([sys.executable, __file__, "--here", page], cwd=scratch)
+    if ended.returncode:
+        print(f"{page}: failed", flush=True)
+        return None
+    counts = Counter(block.needs or "run" for block in blocks(page, ("python", "bash")))
+    print(f"{page}: {counts['run']} blocks in {time.monotonic() - began:.1f} s", flush=True)
+    return counts
+
+
+def main(names: list[str]) -> int:
+    """Runs pages and says what was run; returns how many have failed."""
+    paths = [Path(name).resolve() for name in names] or pages()
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as threads:
+        counts = list(threads.map(run_page, paths))
+    total = sum((count for count in counts if count is not None), Counter[str]())
+    ran = total.pop("run", 0)
+    print(f"{len(paths)} pages: {ran} blocks run, {total.total()} not")
+    for need, count in total.most_common():
+        print(f"  {count} need {need}")
+    return counts.count(None)
 
 
 if __name__ == "__main__":
-    for path in [Path(name) for name in sys.argv[1:]] or pages():
-        print(f"{path}: {check(path)} blocks")
+    if sys.argv[1:2] == ["--here"]:
+        check(Path(sys.argv[2]))
+    else:
+        sys.exit(main(sys.argv[1:]))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from resilin.training.planning import plan
     from resilin.training.watching import events_to, listen, record
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _HOMES = {
     "Accumulator": "resilin.training.accumulator",

@@ -176,7 +176,7 @@ def test_norms_do_not_overflow(dtype):
 
 
 def test_the_schedule_of_measurements():
-    every = MeasureSchedule(3, 0.02)
+    every = MeasureSchedule(3)
     pattern = []
     for _ in range(8):
         due = every.due()
@@ -197,4 +197,6 @@ def test_the_schedule_of_measurements():
     assert np.diff(np.flatnonzero(pattern[8:])).tolist() == [5] * 17
     for bad in (0, 1.5):
         with pytest.raises(ValueError, match="stats_every"):
-            MeasureSchedule(bad, 0.02)
+            MeasureSchedule(bad)
+    with pytest.raises(ValueError, match=r"stats_budget \(0.1\) is for .*'auto', which is 3"):
+        MeasureSchedule(3, 0.1)

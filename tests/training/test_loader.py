@@ -187,6 +187,23 @@ def test_the_batch_size_follows_what_it_is_given():
         assert [len(indices(batch)) for batch in loader] == expected
 
 
+def test_a_schedule_in_tokens_counts_those_that_the_model_was_told_of():
+    data = torch.utils.data.TensorDataset(torch.randn(80, 3), torch.randn(80, 1))
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = resilin.AdaptiveDataParallel(net, optimizer, rule="constant", tokens_per_step=50)
+    # Each sample has five tokens, so a reference step of ten samples has fifty.
+    loader = resilin.AdaptiveDataLoader(data, batch_size=10, batch_weight=lambda b: 5 * len(b[0]))
+    loader.set_batch_size(Schedule(lambda steps: 10 if steps < 3 else 25, clock="tokens"))
+    sizes = []
+    for x, y in loader:
+        sizes.append(len(x))
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sizes == [10, 10, 10, 25, 25]
+
+
 def test_the_256_over_64_planner_needs_no_autoscaling():
     loader = resilin.AdaptiveDataLoader(Numbers(600), batch_size=256, max_local_bsz=64)
     assert (loader.current_batch_size, loader.current_local_bsz) == (256, 64)
@@ -231,6 +248,14 @@ def test_dataloader_arguments_pass_through():
     assert loader.state_dict()["seed"] == 77
 
 
+def test_autoscaling_keeps_to_the_largest_micro_batch_of_the_loader():
+    loader = resilin.AdaptiveDataLoader(Numbers(64), batch_size=16, max_local_bsz=4)
+    loader.autoscale_batch_size(64)
+    assert (loader.current_local_bsz, loader.accumulation_steps) == (4, 4)
+    loader.autoscale_batch_size(64, local_bsz_bounds=(2, 8))
+    assert loader.current_local_bsz == 4
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(3))
@@ -243,6 +268,22 @@ class Stream(IterableDataset):
         (lambda: resilin.AdaptiveDataLoader([1], sampler=[0]), "sampler cannot be honoured"),
         (lambda: resilin.AdaptiveDataLoader([1], batch_sampler=[[0]]), "batch_sampler cannot"),
         (lambda: resilin.AdaptiveDataLoader([1], batch_size=0), r"batch_size \(0\)"),
+        (lambda: resilin.AdaptiveDataLoader([]), "the dataset is empty"),
+        (lambda: resilin.AdaptiveDataLoader([1], max_local_bsz="all"), r"max_local_bsz \('all'\)"),
+        (
+            lambda: resilin.AdaptiveDataLoader([1], drop_last=True, tail="short"),
+            r"drop_last \(True\) and tail \('short'\) contradict each other",
+        ),
+        (
+            lambda: resilin.AdaptiveDataLoader([1]).set_batch_size("big"),
+            r"batch_size \('big'\) must be a whole number",
+        ),
+        (
+            lambda: resilin.AdaptiveDataLoader([1], 1, max_local_bsz=4).autoscale_batch_size(
+                64, local_bsz_bounds=(8, 16)
+            ),
+            r"local_bsz_bounds \(8\) must be at most max_local_bsz \(4\)",
+        ),
         (lambda: resilin.AdaptiveDataLoader([1], 4, tail="keep"), "'keep'.*must be one of short"),
         (lambda: resilin.AdaptiveDataLoader([1]).set_batch_size(0), r"batch_size \(0\)"),
         (lambda: list(resilin.AdaptiveDataLoader([1], 4, drop_last=True)), "drop every sample"),

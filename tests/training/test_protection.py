@@ -36,17 +36,20 @@ def no_launcher(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"checkpoint_every": 0}, r"checkpoint_every \(0\) must be at least 1"),
-        ({"checkpoint_every": -5}, r"checkpoint_every \(-5\)"),
-        ({"checkpoint_every": 1.5}, r"checkpoint_every \(1.5\) must be a whole number"),
-        ({"checkpoint_every": "10min"}, r"checkpoint_every \('10min'\)"),
-        ({"checkpoint_every": timedelta(0)}, r"checkpoint_every \(0.0\) must be above 0"),
-        ({"checkpoint_every": timedelta(seconds=-1)}, r"checkpoint_every \(-1.0\)"),
+        ({"checkpoint_every": 0}, r"steps between checkpoints \(0\) must be at least 1"),
+        ({"checkpoint_every": -5}, r"between checkpoints \(-5\)"),
+        ({"checkpoint_every": 1.5}, r"between checkpoints \(1.5\) must be a whole number"),
+        ({"checkpoint_every": "10min"}, r"between checkpoints \('10min'\)"),
+        ({"checkpoint_every": timedelta(0)}, r"between checkpoints \(0.0\) must be above 0"),
+        ({"checkpoint_every": timedelta(seconds=-1)}, r"between checkpoints \(-1.0\)"),
         ({"keep": 0}, r"keep \(0\) must be at least 1"),
         ({"keep": None}, r"keep \(None\) must be a whole number"),
         ({"keep_every": 0}, r"keep_every \(0\) must be at least 1"),
         ({"memory_every": 0}, r"memory_every \(0\) must be at least 1"),
-        ({"memory_every": "always"}, r"memory_every \('always'\) must be one of auto"),
+        (
+            {"memory_every": "always"},
+            r"'always'\) must be a number of steps, 'auto' or None",
+        ),
         ({"memory_every": 2.0}, r"memory_every \(2.0\)"),
     ],
 )

@@ -204,6 +204,13 @@ def test_events_are_written_where_the_script_says(tmp_path, monkeypatch):
     ]
 
 
+def test_arguments_of_the_script_are_not_told(told, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--token", "secret"])
+    train(*make())
+    (started,) = of(StartEvent, told)
+    assert started.script == "train.py"
+
+
 def test_the_launcher_goes_before_the_script(tmp_path, monkeypatch):
     monkeypatch.setenv("RESILIN_RUN_DIR", str(tmp_path / "launcher"))
     model, optimizer, loader = make()

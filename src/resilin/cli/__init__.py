@@ -19,6 +19,7 @@ from resilin import __version__
 GROUPS = {
     "run a job": {
         "run": "start this machine's part of an elastic job",
+        "demo": "see a job lose a worker and go on",
         "replay": "run a script while its batch size, or its machines, follow a trace",
     },
     "look at a run": {

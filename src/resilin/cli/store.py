@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import socket
 from collections.abc import Sequence
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -53,10 +54,19 @@ def main(arguments: Sequence[str]) -> int:
     stop.listen()
     signal.signal(signal.SIGINT, lambda *_: stop.request("SIGINT"))
     try:
-        store = TCPStore(args.host, args.port, is_master=True, wait_for_workers=False)
-    except RuntimeError as error:
-        print(f"resilin: no store on {args.host}:{args.port}: {str(error).splitlines()[0]}")
+        # torch would listen on all interfaces, whatever the host.
+        listening = socket.create_server((args.host, args.port))
+    except OSError as error:
+        print(f"resilin: no store on {args.host}:{args.port}: {error}")
         return 1
+    port = listening.getsockname()[1]
+    store = TCPStore(
+        args.host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
     print(f"resilin: agents can meet at port {store.port}", flush=True)
     while not stop.wait(1.0):
         pass

@@ -65,7 +65,7 @@ class StartEvent(Event):
     resumed: bool = False
     """Whether it goes on from a state of an earlier process."""
     script: str = ""
-    """What was started, as on the command line."""
+    """The script that was started; not its arguments, which may be secrets."""
     trace: str = ""
     """Where the batch-size trace comes from that is being replayed, if one is."""
     software: str = ""

@@ -14,6 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from types import MappingProxyType
 from typing import Literal, Protocol, runtime_checkable
 
@@ -211,13 +212,18 @@ def get_rule(rule: str | ScalingRule, **parameters: float) -> ScalingRule:
     try:
         return RULES[rule](**parameters)
     except TypeError as error:
-        raise ValueError(f"rule {rule!r} with parameters {parameters}: {error}") from None
+        raise ValueError(
+            f"rule {rule!r} with parameters {parameters}: {error}; where only a name can be given, "
+            "give the rule itself, such as resilin.core.rules.LEGW(warmup=...)"
+        ) from None
 
 
 def rule_name(rule: ScalingRule) -> str:
     """What the rule is called: its name in `RULES` if it has one, else its text form."""
     for name, make in RULES.items():
-        if name != "legw" and make() == rule:
+        # One that needs parameters is more than its name.
+        needed = [p for p in signature(make).parameters.values() if p.default is p.empty]
+        if not needed and make() == rule:
             return name
     return str(rule)
 

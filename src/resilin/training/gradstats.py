@@ -88,12 +88,19 @@ class MeasureSchedule:
     LONGEST = 256
     """Steps after which a measurement is due, whatever it costs."""
 
-    def __init__(self, every: int | Literal["auto"], budget: float) -> None:
+    BUDGET = 0.02
+    """Time for measuring, as a fraction of the step, where nobody says otherwise."""
+
+    def __init__(self, every: int | Literal["auto"], budget: float | None = None) -> None:
         if every != "auto":
             _validate.whole("stats_every", every, at_least=1)
-        _validate.real("stats_budget", budget, above=0)
+            if budget is not None:
+                raise ValueError(
+                    f"stats_budget ({budget}) is for stats_every='auto', which is {every}"
+                )
         self._every = every
-        self._budget = budget
+        self._budget = self.BUDGET if budget is None else budget
+        _validate.real("stats_budget", self._budget, above=0)
         self._interval = 1 if every == "auto" else int(every)
         self._since = 0
         self._measured = 0

@@ -51,6 +51,7 @@ class TrainedModel(Protocol):
     training: bool
     rule: ScalingRule
     optimizer: Optimizer
+    tokens_per_step: float | None
 
     @property
     def gain(self) -> float:

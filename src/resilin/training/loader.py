@@ -73,7 +73,8 @@ class AdaptiveDataLoader:
             device's memory. On the CPU it bounds what the forward pass keeps for backward.
         seed: Chooses the order. None takes it from `generator=` if there is one, else from the
             environment (`RESILIN_SEED`), else 0.
-        tail: `short`, `straddle` or `drop`; overrides `drop_last`. See `resilin.core.stream`.
+        tail: `short`, `straddle` or `drop`, which is what `drop_last` says, too. See
+            `resilin.core.stream`.
         batch_weight: Gives the weight of a collated micro-batch, such as its number of tokens;
             the gradient is then the weighted mean. None weighs by samples.
         fingerprint: What identifies the dataset in checkpoints; None takes its class and length.
@@ -112,6 +113,10 @@ class AdaptiveDataLoader:
         self.dataset = dataset
         self.batch_size = _validate.whole("batch_size", batch_size, at_least=1)
         """The reference batch."""
+        if drop_last and tail not in (None, "drop"):
+            raise ValueError(f"drop_last (True) and tail ({tail!r}) contradict each other: say one")
+        if len(dataset) == 0:
+            raise ValueError("the dataset is empty: len(dataset) must be at least 1, and is 0")
         self._tail: Tail = tail or ("drop" if drop_last else "short")
         _validate.one_of("tail", self._tail, TAILS)
         self._stream = SampleStream(
@@ -129,8 +134,9 @@ class AdaptiveDataLoader:
                 f"memory_budget ({memory_budget}) is for max_local_bsz='auto', which is "
                 f"{max_local_bsz!r}"
             )
-        bounds = BatchBounds(local_bsz_bounds=None if max_local_bsz is None else (0, max_local_bsz))
-        self._sizes = BatchSizes(self._reference(), bounds, room)
+        if max_local_bsz is not None:
+            _validate.whole("max_local_bsz", max_local_bsz, at_least=1)
+        self._sizes = BatchSizes(self._reference(), max_local_bsz, room)
         self._failed: str | None = None
         self._batch_weight = batch_weight
         self._cursor = 0
@@ -171,7 +177,7 @@ class AdaptiveDataLoader:
 
         Args:
             max_batch_size: Upper limit of the global batch; at least `batch_size`.
-            local_bsz_bounds: Smallest and largest micro-batch.
+            local_bsz_bounds: Smallest and largest micro-batch; `max_local_bsz` still holds.
             gradient_accumulation: Whether a replica may run more than one micro-batch in a step.
         """
         bounds = BatchBounds(max_batch_size, local_bsz_bounds, gradient_accumulation)

@@ -75,7 +75,7 @@ class AdaptiveDataParallel(nn.Module):
         scaler: The GradScaler, if you use one.
         stats_every: Measure the noise every so many steps; `auto` as often as `stats_budget`
             allows.
-        stats_budget: Time for measuring, as a fraction of the step, under `auto`.
+        stats_budget: Time for measuring, as a fraction of the step, under `auto`; None takes 0.02.
         tokens_per_step: Tokens in one reference step, for the `tokens` clock.
         **ddp_kwargs: Passed on to DistributedDataParallel, such as `find_unused_parameters`.
     """
@@ -91,13 +91,15 @@ class AdaptiveDataParallel(nn.Module):
         schedule_by: ScheduleBy = "user",
         scaler: torch.amp.GradScaler | None = None,
         stats_every: int | Literal["auto"] = "auto",
-        stats_budget: float = 0.02,
+        stats_budget: float | None = None,
         tokens_per_step: float | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__()
         if batch_size is not None:
             _validate.whole("batch_size", batch_size, at_least=1)
+        if tokens_per_step is not None:
+            _validate.real("tokens_per_step", tokens_per_step, above=0)
         if unknown := set(ddp_kwargs) - set(_DDP_ARGUMENTS):
             raise TypeError(
                 f"unknown argument {', '.join(sorted(unknown))}: neither AdaptiveDataParallel nor "
@@ -107,6 +109,11 @@ class AdaptiveDataParallel(nn.Module):
             raise ValueError(
                 "the job has an AdaptiveDataParallel already, and one is all it can train: call "
                 "release() on it, or resilin.reset_job() to begin another job"
+            )
+        if sharded := [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]:
+            raise ValueError(
+                f"{len(sharded)} parameters are sharded ({sharded[0]} is a DTensor): models under "
+                "fully_shard or tensor parallelism cannot be trained here yet"
             )
         steered = steering.rule()
         if steered is not None:
@@ -118,7 +125,8 @@ class AdaptiveDataParallel(nn.Module):
         """The scaling rule."""
         self.optimizer = optimizer
         self._reference_batch = batch_size
-        self._tokens_per_step = tokens_per_step
+        self.tokens_per_step = tokens_per_step
+        """Tokens in one reference step, if they are counted."""
         self._estimates = NoiseEstimates(
             len(optimizer.param_groups), MeasureSchedule(stats_every, stats_budget)
         )
@@ -307,6 +315,11 @@ class AdaptiveDataParallel(nn.Module):
             return
         self._seen = micro
         told = self._weight is not None
+        if told and micro.total_weight is None:
+            raise ValueError(
+                f"this micro-batch has two weights: {micro.weight:g} by batch_weight of the "
+                f"loader, and {self._weight:g} by model.weight(); take one of them"
+            )
         weight = micro.weight
         if told and weight:
             weight = self._weight or 0.0
@@ -491,4 +504,4 @@ class AdaptiveDataParallel(nn.Module):
 
     def _clock_reference(self) -> Reference:
         known = self._job.reference or Reference(round(self._reference(1.0)))
-        return replace(known, tokens_per_step=self._tokens_per_step)
+        return replace(known, tokens_per_step=self.tokens_per_step)

@@ -33,16 +33,18 @@ class Protection:
     def __post_init__(self) -> None:
         every = self.checkpoint_every
         if isinstance(every, timedelta):
-            _validate.real("checkpoint_every", every.total_seconds(), above=0)
+            _validate.real("seconds between checkpoints", every.total_seconds(), above=0)
         elif every is not None:
-            _validate.whole("checkpoint_every", every, at_least=1)
+            _validate.whole("steps between checkpoints", every, at_least=1)
         _validate.whole("keep", self.keep, at_least=1)
         if self.keep_every is not None:
             _validate.whole("keep_every", self.keep_every, at_least=1)
         if isinstance(self.memory_every, int):
             _validate.whole("memory_every", self.memory_every, at_least=1)
-        elif self.memory_every is not None:
-            _validate.one_of("memory_every", self.memory_every, ("auto",))
+        elif self.memory_every not in (None, "auto"):
+            raise ValueError(
+                f"memory_every ({self.memory_every!r}) must be a number of steps, 'auto' or None"
+            )
 
 
 def from_environment() -> Protection:

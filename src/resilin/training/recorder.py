@@ -214,7 +214,8 @@ class Recorder:
                 total_steps=job.total_steps,
                 steps_per_epoch=None if reference is None else reference.steps_per_epoch,
                 resumed=bool(resumed),
-                script=" ".join(sys.argv),
+                # Without its arguments: logs are read and sent around, and these may be secrets.
+                script=sys.argv[0],
                 trace=job.replays,
                 software=f"resilin {__version__}, torch {torch.__version__}, "
                 f"Python {platform.python_version()}",

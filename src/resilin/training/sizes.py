@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from resilin.core import _validate
 from resilin.core.clock import Clock, Reference, Schedule
@@ -23,9 +24,10 @@ BatchSize = int | Schedule[int] | BatchTrace | Callable[[Clock], int]
 class BatchSizes:
     """The batch sizes of one loader: set by the user, or chosen by an autoscaler."""
 
-    def __init__(self, reference: Reference, bounds: BatchBounds, room: Room | None) -> None:
+    def __init__(self, reference: Reference, max_local_bsz: int | None, room: Room | None) -> None:
         self._reference = reference
-        self._bounds = bounds
+        self._max_local_bsz = max_local_bsz
+        self._bounds = self._within(BatchBounds())
         self._wanted: BatchSize = reference.batch_size
         self._own_clock = Clock()
         self._replayed: BatchTrace | None = None
@@ -36,16 +38,17 @@ class BatchSizes:
 
     def set(self, batch_size: BatchSize) -> None:
         """The user chooses."""
-        if isinstance(batch_size, int):
-            _validate.whole("batch_size", batch_size, at_least=1)
+        if not (isinstance(batch_size, Schedule | BatchTrace) or callable(batch_size)):
+            batch_size = _validate.whole("batch_size", batch_size, at_least=1)
         if self._replayed is not None:
             logger.debug("a trace is being replayed: the batch size %s waits", batch_size)
         self._wanted = batch_size
         self._forget_autoscaler()
 
     def autoscale(self, bounds: BatchBounds) -> None:
-        """The autoscaler chooses, within these bounds."""
+        """The autoscaler chooses, within these bounds and those of the loader."""
         batch_size = self._reference.batch_size
+        bounds = self._within(bounds)
         if bounds.max_batch_size is not None and bounds.max_batch_size < batch_size:
             raise ValueError(
                 f"max_batch_size ({bounds.max_batch_size}) must be at least batch_size "
@@ -55,6 +58,18 @@ class BatchSizes:
         self._bounds = bounds
         if self._replayed is None:
             self.autoscaler = Autoscaler(current_job(), batch_size, bounds, self.room)
+
+    def _within(self, bounds: BatchBounds) -> BatchBounds:
+        """No micro-batch is larger than the loader was told that one may be."""
+        if self._max_local_bsz is None:
+            return bounds
+        lower, upper = bounds.local_bsz_bounds or (0, self._max_local_bsz)
+        if lower > self._max_local_bsz:
+            raise ValueError(
+                f"lower bound of local_bsz_bounds ({lower}) must be at most max_local_bsz "
+                f"({self._max_local_bsz})"
+            )
+        return replace(bounds, local_bsz_bounds=(lower, min(upper, self._max_local_bsz)))
 
     def _forget_autoscaler(self) -> None:
         voters = current_job().voters
@@ -91,10 +106,17 @@ class BatchSizes:
         elif isinstance(wanted, BatchTrace):
             size = wanted.at(clock.steps)
         elif isinstance(wanted, Schedule):
-            size = wanted.now(clock, self._reference)
+            size = wanted.now(clock, self._with_tokens())
         else:
             size = wanted(clock)
         return _validate.whole("the batch size", size, at_least=1)
+
+    def _with_tokens(self) -> Reference:
+        # Only the model is told how many tokens a reference step has.
+        model = current_job().model
+        if model is None or model.tokens_per_step is None:
+            return self._reference
+        return replace(self._reference, tokens_per_step=model.tokens_per_step)
 
     def _clock(self) -> Clock:
         # Without a model nobody commits steps, and the loader counts its own.

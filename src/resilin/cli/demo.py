@@ -1,0 +1,53 @@
+"""`resilin demo`: a job that loses a worker on purpose and goes on, in one command.
+
+It is `resilin run --warm` with a script that comes along, `demo_job.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from resilin.cli import values
+
+JOB = Path(__file__).with_name("demo_job.py")
+KILL_AT = 40
+EPILOG = f"""\
+example:
+  resilin demo --nproc 3 --kill-at 100
+
+Trains a small network on data made on the spot. At step {KILL_AT} one worker is killed with
+SIGKILL; the others and a new one go on behind the last completed step, and each sample is still
+used once per epoch. The exit code is 1 if it is not.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    ours = argparse.ArgumentParser(
+        prog="resilin demo",
+        description="Trains on this machine, kills one of its own workers, and goes on.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ours.add_argument(
+        "--nproc", type=values.count, default=2, metavar="N", help="Workers (default: %(default)s)."
+    )
+    ours.add_argument(
+        "--kill-at",
+        type=values.count,
+        default=KILL_AT,
+        metavar="STEP",
+        help="When the last of them is killed (default: %(default)s, of 225 steps).",
+    )
+    return ours
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the job; the exit code is that of `resilin run`."""
+    args = parser().parse_args(arguments)
+    from resilin.cli import run
+
+    options = ["--warm", "--nproc", str(args.nproc)]
+    return run.main([*options, str(JOB), "--kill-at", str(args.kill_at)])

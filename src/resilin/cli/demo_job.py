@@ -1,0 +1,67 @@
+"""A run that survives the loss of a worker: what `resilin demo` starts.
+
+It is a script like any other, on data made on the spot. At step `--kill-at` its last replica kills
+itself, as a machine would take it away. The workers are started again, and go on behind the last
+step that all of them had completed, from the memory of the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import resilin
+
+SAMPLES, CLASSES, FEATURES, EPOCHS = 1800, 10, 64, 4
+
+
+def main() -> None:
+    """Trains; one process or many."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kill-at", type=int, default=None, metavar="STEP")
+    kill_at = parser.parse_args().kill_at
+
+    torch.manual_seed(0)
+    targets = torch.arange(SAMPLES) % CLASSES
+    inputs = torch.randn(SAMPLES, FEATURES) + torch.randn(CLASSES, FEATURES)[targets] / 2
+    net = torch.nn.Sequential(
+        torch.nn.Linear(FEATURES, 128), torch.nn.ReLU(), torch.nn.Linear(128, CLASSES)
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+
+    resilin.init_process_group()
+    model = resilin.AdaptiveDataParallel(net, optimizer)
+    loader = resilin.AdaptiveDataLoader(TensorDataset(inputs, targets), batch_size=32, shuffle=True)
+    resilin.checkpoint_to(None, memory_every=1)
+    began = resilin.resume()
+    engine = resilin.current_job().engine
+    last = engine.replica == engine.num_replicas - 1
+
+    for epoch in resilin.remaining_epochs_until(EPOCHS):
+        stats = resilin.Accumulator()
+        for x, y in loader:
+            output = model(x)
+            loss = F.cross_entropy(output, y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            resilin.record(loss=loss)
+            stats["samples"] += loader.current_samples
+            stats["correct"] += (output.argmax(1) == y).sum().item()
+            if began is None and last and model.clock.steps == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        with stats.synchronized():
+            samples, accuracy = stats["samples"], stats["correct"] / stats["samples"]
+        if samples != SAMPLES:
+            raise RuntimeError(f"epoch {epoch} had {samples:.0f} samples instead of {SAMPLES}")
+        if engine.replica == 0:
+            print(f"epoch {epoch}: {samples:.0f} samples, accuracy {accuracy:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
