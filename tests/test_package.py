@@ -65,3 +65,8 @@ def test_the_core_imports_in_less_than_300_ms():
     )
     # Its own time: the machine may be busy with something else.
     assert min(float(python(code)) for _ in range(5)) < 0.3
+
+
+def test_the_keras_integration_is_an_attribute_that_loads_no_keras():
+    code = "import sys, resilin; resilin.keras; assert 'keras' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -29,7 +29,7 @@ JOB = HERE / "front_job.py"
 def make_runs(directory: Path, trace: Path, speed: float, epochs: int) -> tuple[Path, Path]:
     """Trains along the market, and on one process; returns where their events are."""
     elastic, fixed = directory / "elastic", directory / "fixed"
-    market = ["--processes", "--max-replicas", "4", "--speed", f"{speed}", "--end", "repeat"]
+    market = ["--processes", "--max-replicas", "3", "--speed", f"{speed}", "--end", "repeat"]
     job = [str(JOB), "--epochs", f"{epochs}"]
     _resilin("replay", str(trace), *market, "--run-dir", str(elastic), *job)
     _resilin("run", "--nproc", "1", "--run-dir", str(fixed), *job, "--fixed")
@@ -76,7 +76,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--trace", type=Path, help="a capacity trace")
     what.add_argument("--runs", type=Path, nargs=2, metavar=("ELASTIC", "FIXED"))
-    parser.add_argument("--speed", type=float, default=220, help="of the trace (%(default)s)")
+    parser.add_argument("--speed", type=float, default=150, help="of the trace (%(default)s)")
     parser.add_argument("--epochs", type=int, default=100, help="length of both (%(default)s)")
     parser.add_argument("--out", type=Path, default=HERE.parent / "assets" / "front.png")
     args = parser.parse_args()

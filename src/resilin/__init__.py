@@ -85,6 +85,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Loads a public name from its module on first use."""
+    if name == "keras":
+        # A module, and none of the names that are imported with a star: Keras is an extra.
+        return import_module("resilin.keras")
     if name not in _HOMES:
         raise AttributeError(f"module 'resilin' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
