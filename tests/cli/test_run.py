@@ -256,6 +256,34 @@ if env["WORLD_SIZE"] == "1":
     assert list((tmp_path / "memory").iterdir()) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_do_not_wait_for_one_whose_machine_has_gone_before_they_met(tmp_path, job, number):
+    # As in a group that is being formed: nothing tells a worker of the one that will not come.
+    code = """
+tell(f"start{env['WORLD_SIZE']}")
+if env["WORLD_SIZE"] == "2" or not list(out.glob("start2-*")):
+    time.sleep(30)
+"""
+    host, endpoint = socket.gethostname(), free_endpoint()
+    options = ["--nnodes=1:2", "--rdzv-endpoint", endpoint, "--memory-dir", "off"]
+    stays = job(code, *options)
+    wait_for(tmp_path, "start1", 1, stays)
+    goes = job(code, *options)
+    starts = wait_for(tmp_path, "start2", 2, stays)
+    goes.send_signal(number)
+    status, lines = ends(stays)
+    said = [line.removeprefix("resilin: ") for line in lines]
+    assert status == 0, said
+    assert said[-4:] == [
+        "an agent is gone: restarting the workers",
+        f"{host} left",
+        "1 replica on 1 agent, rank 0 here",
+        "finished",
+    ]
+    assert len(starts) == 2
+    assert len(told(tmp_path, "start1")) == 2
+
+
 def test_a_spare_machine_ends_well_when_the_job_is_over(tmp_path, job):
     code = """
 tell("start")

@@ -74,7 +74,7 @@ def _raw(tensor):
         {},
         set(),
         ((), [()], ([], {}), {"a": ()}),
-        {3, "a", (1, None)},
+        pytest.param({3, "a", (1, None)}, id="set"),
         deque([1, (2,)]),
         OrderedDict([("b", 1), ("a", {"c": 2})]),
         Counter({3: 2, 30: -1}),

@@ -1,8 +1,9 @@
 """torchrun's agent, which also says what it does: one line for each thing that happened.
 
 The agent is torch's own, class and decisions. Added are the points at which it speaks, the names
-of the machines in a generation, and one decision: a script that fails again and again right after
-its start is not restarted for ever.
+of the machines in a generation, and two decisions. A script that fails again and again right after
+its start is not restarted for ever. And workers that have just been started are restarted when an
+agent of theirs is gone: while they meet, they would wait for one that never comes.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ EARLY = 30.0
 """Seconds from the start of the workers within which a failure is early."""
 STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit codes of a worker that was told to stop, without and with a handler of its own."""
+FORMING = 300.0
+"""Seconds from the start of the workers within which an agent that is gone has not just finished:
+torch's agents wait that long for each other in the end."""
 MAX_LINES = 8
 """Workers of one failure that get a line each."""
 
@@ -177,7 +181,24 @@ class SpeakingAgent(LocalElasticAgent):
             self._num_early_failures = self._num_early_failures + 1 if is_early else 0
             if self._num_early_failures >= self._max_early_failures:
                 self._remaining_restarts = 0
+        elif result.state == WorkerState.HEALTHY and self._misses_an_agent(worker_group):
+            say("an agent is gone: restarting the workers")
+            super()._restart_workers(worker_group)
         return result
+
+    def _misses_an_agent(self, worker_group: WorkerGroup) -> bool:
+        """Whether somebody has left this generation while it is young, and nobody waits to join.
+
+        Later on workers notice by themselves, or are being told by agents that wait.
+        """
+        # torch asks its rendezvous who waits each time, and so keeps this up to date; it has no
+        # public name. Rendezvous of other kinds have nothing like it.
+        holder = getattr(worker_group.spec.rdzv_handler, "_state_holder", None)
+        if holder is None or time.monotonic() - self._started > FORMING:
+            return False
+        state = holder.state
+        members = worker_group.group_world_size or 1
+        return len(state.participants) < members and not state.wait_list
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:
