@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -36,6 +37,18 @@ def test_a_report_is_one_file(runs, monkeypatch, capsys):
     assert "wrote report.html" in capsys.readouterr().err
     assert "<title>resilin report: a</title>" in (runs / "report.html").read_text()
     assert sorted(path.name for path in runs.iterdir()) == ["a", "b", "report.html"]
+
+
+def test_without_a_name_it_is_the_newest_run_here(runs, monkeypatch, capsys):
+    (runs / "resilin-runs").mkdir()
+    monkeypatch.chdir(runs)
+    assert report.main(["--json"]) == 1
+    assert "there is no run in" in capsys.readouterr().err
+    for age, name in enumerate(("a", "b")):
+        (runs / name).rename(runs / "resilin-runs" / name)
+        os.utime(runs / "resilin-runs" / name, (1000 - age, 1000 - age))
+    assert report.main(["--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "a"
 
 
 @pytest.mark.usefixtures("one_panel")

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from resilin.cli import values
 from resilin.cli.errors import say, user_errors
 from resilin.telemetry.extras import load
 
@@ -24,7 +25,10 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     ours.add_argument(
-        "run_dirs", metavar="RUN_DIR", nargs="+", help="Directory with the events of a run."
+        "run_dirs",
+        metavar="RUN_DIR",
+        nargs="*",
+        help="Directory with the events of a run (default: the newest in resilin-runs).",
     )
     ours.add_argument(
         "--out", metavar="FILE", help="The HTML file to write (default: report.html)."
@@ -49,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     from resilin.lab.summary import summarise
     from resilin.telemetry.run import Run
 
+    args.run_dirs = args.run_dirs or [values.newest_run()]
     runs = [Run.load(run_dir) for run_dir in args.run_dirs]
     for run_dir, run in zip(args.run_dirs, runs, strict=True):
         if run.damage:

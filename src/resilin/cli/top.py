@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from resilin.cli import values
 from resilin.cli.errors import user_errors
-from resilin.cli.values import seconds
 from resilin.telemetry.extras import load
 from resilin.telemetry.read import Follower
 from resilin.telemetry.status import Status
@@ -35,7 +35,12 @@ def parser() -> argparse.ArgumentParser:
         "  resilin top --json runs/a | jq .seconds_left        # for a script\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    ours.add_argument("run_dir", metavar="RUN_DIR", help="Directory with the events of a run.")
+    ours.add_argument(
+        "run_dir",
+        metavar="RUN_DIR",
+        nargs="?",
+        help="Directory with the events of a run (default: the newest in resilin-runs).",
+    )
     ours.add_argument(
         "--once",
         action="store_true",
@@ -46,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     )
     ours.add_argument(
         "--every",
-        type=seconds,
+        type=values.seconds,
         default=0.5,
         metavar="SECONDS",
         help="How often to look for new events (default: %(default)s).",
@@ -62,6 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         0; 1 if there is nothing to show, or nothing to show it with.
     """
     args = parser().parse_args(arguments)
+    args.run_dir = args.run_dir or values.newest_run()
     status, follower = Status(Path(args.run_dir).resolve().name), Follower(args.run_dir)
     try:
         if args.json:

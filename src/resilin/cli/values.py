@@ -1,6 +1,7 @@
-"""Values as a person writes them on the command line: counts, ranges of counts, and times.
+"""Values as a person writes them on the command line, or leaves out.
 
-Each function is a `type=` of argparse: what it raises becomes the error of that option.
+But for the last one, each function is a `type=` of argparse: what it raises becomes the error of
+that option.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from pathlib import Path
+
+from resilin.engine.environment import RUNS
 
 _UNITS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
 _MOST_COUNTS = 10_000
@@ -49,3 +53,15 @@ def seconds(text: str) -> float:
             f"{text!r} is not a time above 0 such as 90, 90s, 10min, 1.5h or 2d"
         )
     return time
+
+
+def newest_run() -> str:
+    """The directory of the run here that was written to last.
+
+    Raises:
+        ValueError: There is none.
+    """
+    runs = [path for path in Path(RUNS).glob("*") if path.is_dir()]
+    if not runs:
+        raise ValueError(f"there is no run in {Path(RUNS).resolve()}: say which RUN_DIR is meant")
+    return str(max(runs, key=lambda path: path.stat().st_mtime))
