@@ -60,7 +60,7 @@ def test_lines_that_cannot_be_read_are_counted(tmp_path, capsys):
     assert "1 lines could not be read" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["--every", "0", "x"], ["--every", "soon", "x"]])
+@pytest.mark.parametrize("arguments", [["--every", "0", "x"], ["--every", "soon", "x"]])
 def test_wrong_usage_is_exit_code_2(arguments):
     with pytest.raises(SystemExit) as ended:
         top.main(arguments)
