@@ -301,6 +301,13 @@ bounds_strategy = st.builds(
 )
 
 
+def test_where_the_reference_is_not_allowed_it_begins_below_it():
+    # One micro-batch has 3 or 4 samples, and two have at least 6: there is no batch of 5.
+    bounds = BatchBounds(max_batch_size=6, local_bsz_bounds=(3, 4))
+    ask = {"profile": StepProfile(), "noise": None, "nodes": 1, "replicas": 1, "explored": 0.0}
+    assert Tuner(reference=5, bounds=bounds).decide(**ask, batch_size=5).batch_size == 4
+
+
 @settings(max_examples=60)
 @given(
     bounds_strategy,
