@@ -140,7 +140,7 @@ class Tuner:
             return self._begin(nodes, replicas)
         fitted = fit(seen)
         grid = self._candidates(fitted.model, noise, nodes, replicas)
-        allowed = self._allowed(batch_size, replicas, grid, noise)
+        allowed = self._allowed(batch_size, replicas, grid)
         here = [time for time in seen if (time.nodes, time.replicas) == (nodes, replicas)]
         ceiling = self._ceiling(profile, noise, replicas, allowed, grid[0].global_batch_size)
         table = self._within(grid, allowed, replicas, ceiling)
@@ -162,7 +162,7 @@ class Tuner:
 
     def _begin(self, nodes: int, replicas: int) -> Decision:
         table = self._candidates(_ANY, None, nodes, replicas)
-        size = self._allowed(self.reference, replicas, table, None)
+        size = self._allowed(self.reference, replicas, table)
         named = "the reference batch" if size == self.reference else "nearest to the reference"
         return Decision(
             batch_size=size,
@@ -175,16 +175,12 @@ class Tuner:
     ) -> tuple[Candidate, ...]:
         return best_plan(model, noise, self.reference, self.bounds, nodes, replicas).candidates
 
-    def _allowed(
-        self, size: int, replicas: int, table: tuple[Candidate, ...], noise: Noise | None
-    ) -> int:
-        """`size`, or the nearest batch that the bounds allow: a larger one only with evidence."""
+    def _allowed(self, size: int, replicas: int, table: tuple[Candidate, ...]) -> int:
+        """`size`, or the nearest batch that the bounds allow."""
         sizes = [item.global_batch_size for item in table]
         if sizes[0] <= size <= sizes[-1] and self.bounds.possible_replicas(size, [replicas]):
             return size
-        most = max(self.reference, size) if noise is None else math.inf
-        within = [other for other in sizes if other <= most] or sizes[:1]
-        return min(within, key=lambda other: abs(math.log(other / size)))
+        return min(sizes, key=lambda other: abs(math.log(other / size)))
 
     def _ceiling(
         self, profile: StepProfile, noise: Noise | None, replicas: int, current: int, least: int
