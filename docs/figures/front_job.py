@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import resilin
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--epochs", type=int, default=60)
+parser.add_argument("--epochs", type=int, default=120)
 parser.add_argument("--fixed", action="store_true")
 args = parser.parse_args()
 
@@ -24,12 +24,12 @@ pixels, labels = load_digits(return_X_y=True)
 dataset = TensorDataset(torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels))
 net = torch.nn.Sequential(
     torch.nn.Unflatten(1, (1, 8, 8)),
-    torch.nn.Conv2d(1, 160, 3, padding=1),
+    torch.nn.Conv2d(1, 64, 3, padding=1),
     torch.nn.ReLU(),
-    torch.nn.Conv2d(160, 160, 3, padding=1),
+    torch.nn.Conv2d(64, 64, 3, padding=1),
     torch.nn.ReLU(),
     torch.nn.Flatten(),
-    torch.nn.Linear(10240, 10),
+    torch.nn.Linear(4096, 10),
 )
 optimizer = torch.optim.SGD(net.parameters(), lr=0.00008, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)

@@ -284,6 +284,30 @@ if env["WORLD_SIZE"] == "2" or not list(out.glob("start2-*")):
     assert len(told(tmp_path, "start1")) == 2
 
 
+def test_agents_meet_again_when_one_goes_before_the_ranks_are_dealt_out(tmp_path, job):
+    endpoint = free_endpoint()
+    options = ["--nnodes=1:2", "--rdzv-endpoint", endpoint, "--rdzv-id=job7", "--memory-dir=off"]
+    # Read at once where it is missing, and no meeting before both have come.
+    conf = "--rdzv-conf=read_timeout=5,last_call_timeout=20"
+    stays = job("tell(f\"start{env['WORLD_SIZE']}\")", *options, conf)
+    goes = f"""
+import os, sys
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+limits = dict(last_call_timeout=20, keep_alive_interval=1, keep_alive_max_attempt=5)
+parameters = RendezvousParameters("c10d", "{endpoint}", "job7", 1, 2, is_host=False, **limits)
+get_rendezvous_handler(parameters).next_rendezvous()
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", goes], check=True, timeout=TIMEOUT)
+    status, lines = ends(stays)
+    assert status == 0, lines
+    assert "an agent has gone before the ranks were dealt out: meeting again" in lines[1]
+    assert lines[2:] == ["resilin: 1 replica on 1 agent, rank 0 here", "resilin: finished"]
+    assert len(told(tmp_path, "start1")) == 1
+
+
 def test_a_spare_machine_ends_well_when_the_job_is_over(tmp_path, job):
     code = """
 tell("start")

@@ -1,9 +1,10 @@
 """torchrun's agent, which also says what it does: one line for each thing that happened.
 
 The agent is torch's own, class and decisions. Added are the points at which it speaks, the names
-of the machines in a generation, and two decisions. A script that fails again and again right after
-its start is not restarted for ever. And workers that have just been started are restarted when an
-agent of theirs is gone: while they meet, they would wait for one that never comes.
+of the machines in a generation, and three decisions. A script that fails again and again right
+after its start is not restarted for ever. Workers that have just been started are restarted when an
+agent of theirs is gone: while they meet, they would wait for one that never comes. And agents meet
+again when one of them goes while they deal out ranks, where torch's would end.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import time
 from typing import Any
 
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     Worker,
@@ -103,6 +105,14 @@ class SpeakingAgent(LocalElasticAgent):
             )
         else:
             say(f"gave up after {_count(restarts, 'restart')} (--max-restarts {max_restarts})")
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        try:
+            super()._rendezvous(worker_group)
+        except DistStoreError as error:
+            say(f"an agent has gone before the ranks were dealt out: meeting again ({error})")
+            # Each meeting has a time limit of its own, so this comes to an end.
+            self._rendezvous(worker_group)
 
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
