@@ -76,7 +76,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--trace", type=Path, help="a capacity trace")
     what.add_argument("--runs", type=Path, nargs=2, metavar=("ELASTIC", "FIXED"))
-    parser.add_argument("--speed", type=float, default=150, help="of the trace (%(default)s)")
+    parser.add_argument("--speed", type=float, default=300, help="of the trace (%(default)s)")
     parser.add_argument("--epochs", type=int, default=120, help="length of both (%(default)s)")
     parser.add_argument("--out", type=Path, default=HERE.parent / "assets" / "front.png")
     args = parser.parse_args()
