@@ -53,12 +53,6 @@ def torchrun(script: object) -> str:
     return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script)
 
 
-def test_the_readme_runs_on_two_replicas(tmp_path):
-    (tmp_path / "digits.py").write_text(blocks(ROOT / "README.md")[0].code)
-    output = torchrun(tmp_path / "digits.py")
-    assert output.count("epoch 9") == 2
-
-
 def test_the_demo_survives_what_it_does(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "resilin.cli", "demo"],

@@ -256,8 +256,7 @@ if env["WORLD_SIZE"] == "1":
     assert list((tmp_path / "memory").iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_workers_do_not_wait_for_one_whose_machine_has_gone_before_they_met(tmp_path, job, number):
+def test_workers_do_not_wait_for_one_whose_machine_has_gone_before_they_met(tmp_path, job):
     # As in a group that is being formed: nothing tells a worker of the one that will not come.
     code = """
 tell(f"start{env['WORLD_SIZE']}")
@@ -270,7 +269,7 @@ if env["WORLD_SIZE"] == "2" or not list(out.glob("start2-*")):
     wait_for(tmp_path, "start1", 1, stays)
     goes = job(code, *options)
     starts = wait_for(tmp_path, "start2", 2, stays)
-    goes.send_signal(number)
+    goes.kill()
     status, lines = ends(stays)
     said = [line.removeprefix("resilin: ") for line in lines]
     assert status == 0, said
@@ -288,14 +287,14 @@ def test_agents_meet_again_when_one_goes_before_the_ranks_are_dealt_out(tmp_path
     endpoint = free_endpoint()
     options = ["--nnodes=1:2", "--rdzv-endpoint", endpoint, "--rdzv-id=job7", "--memory-dir=off"]
     # Read at once where it is missing, and no meeting before both have come.
-    conf = "--rdzv-conf=read_timeout=5,last_call_timeout=20"
+    conf = "--rdzv-conf=read_timeout=5,last_call_timeout=8"
     stays = job("tell(f\"start{env['WORLD_SIZE']}\")", *options, conf)
     goes = f"""
 import os, sys
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-limits = dict(last_call_timeout=20, keep_alive_interval=1, keep_alive_max_attempt=5)
+limits = dict(last_call_timeout=8, keep_alive_interval=1, keep_alive_max_attempt=5)
 parameters = RendezvousParameters("c10d", "{endpoint}", "job7", 1, 2, is_host=False, **limits)
 get_rendezvous_handler(parameters).next_rendezvous()
 os._exit(0)

@@ -303,6 +303,7 @@ bounds_strategy = st.builds(
 
 @settings(max_examples=60)
 @example(BatchBounds(6, (3, 4)), 5, 1, 1, None, [], 0.0)
+@example(BatchBounds(2, (0, 1)), 3, 2, 1, None, [], 0.0)
 @given(
     bounds_strategy,
     st.integers(1, 3000),
@@ -337,8 +338,8 @@ def test_it_never_leaves_the_bounds(
     if noise is None:
         # The bounds may exclude the reference itself: then the smallest above it is as good.
         above = range(reference, bounds.max_batch_size + 1)
-        least = next((size for size in above if bounds.possible_replicas(size, [replicas])), lower)
-        assert decision.batch_size <= max(least, lower, batch_size)
+        possible = (size for size in above if bounds.possible_replicas(size, [replicas]))
+        assert decision.batch_size <= max(next(possible, reference), lower, batch_size)
     for item in decision.candidates:
         assert bounds.plan(item.global_batch_size, replicas).batch_size == item.local_bsz
     assert tuner.decide(**ask) == decision
