@@ -23,6 +23,7 @@ os.environ["KERAS_BACKEND"] = "torch"
 keras = pytest.importorskip("keras")
 from resilin.integrations.keras.variables import Agreement  # noqa: E402
 from resilin.keras import Model, ReadOut, accumulate  # noqa: E402
+from tests.replicas import assert_identical, gathered  # noqa: E402
 
 # What Keras does to numpy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -132,20 +133,6 @@ def assert_same(net, whole, tolerance=1e-6):
     assert float((flat(net) - flat(whole)).norm() / flat(whole).norm()) < tolerance
 
 
-def assert_identical_replicas(net):
-    both = [torch.empty_like(flat(net)) for _ in range(dist.get_world_size())]
-    dist.all_gather(both, flat(net))
-    assert all(torch.equal(both[0], other) for other in both)
-
-
-def gathered(values):
-    if not dist.is_initialized():
-        return list(values)
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, list(values))
-    return [value for part in parts for value in part]
-
-
 # Weights and schedules -----------------------------------------------------------------------
 
 
@@ -202,7 +189,7 @@ def test_accumulation_that_changes_in_mid_epoch_keeps_weights_and_schedule():
     resilin.listen(lambda event: micro_batches.append(getattr(event, "accumulation_steps", None)))
     model.fit(ones, ones, callbacks=[notes], verbose=0)
     assert notes.moves == pytest.approx([1.0] * 12, abs=1e-12)
-    assert_identical_replicas(net)
+    assert_identical(flat(net))
     if dist.get_rank() == 0:
         told = [number for number in micro_batches if number is not None]
         assert told == [1] * 5 + [4] * 6 + [3]
@@ -273,7 +260,7 @@ def check_untrained():
     notes = Notes()
     model.fit(x, y, callbacks=[notes], verbose=0)
     assert notes.sizes == [17, 17, 17, 17, 34, 1]
-    assert_identical_replicas(net)
+    assert_identical(flat(net))
     # What is frozen is not sent around.
     untrained = [variable.name for variable in Agreement(net)._untrained]
     assert untrained == ["moving_mean", "moving_variance", "seed_generator_state"]
@@ -301,7 +288,7 @@ def test_batch_sizes_that_change_train_like_stock_keras_that_sees_whole_batches(
         history = model.fit(
             x, y, epochs=2, callbacks=[notes], verbose=0, validation_data=(x, y), **weights
         ).history
-        assert_identical_replicas(net)
+        assert_identical(flat(net))
         assert sum(notes.sizes) == 2 * NUM
         assert len(set(notes.sizes)) > 1
         ends = np.cumsum(notes.sizes).tolist().index(NUM) + 1
@@ -435,7 +422,7 @@ def test_a_job_resumes_in_mid_epoch_on_one_process_and_again_on_two(shared_path)
         os.environ.update(launched)
     join()
     net, notes, behind, history = fit_samples(shared_path / "kept")
-    assert_identical_replicas(net)
+    assert_identical(flat(net))
     assert_same(net, whole)
     if first:
         # 0 samples repeated, 0 missing.

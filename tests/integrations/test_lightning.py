@@ -37,6 +37,7 @@ from resilin.integrations.lightning import (  # noqa: E402
     JobState,
     setup,
 )
+from tests.replicas import assert_identical, gathered  # noqa: E402
 
 # What Lightning says of itself, of this machine, and of small datasets.
 pytestmark = [
@@ -155,20 +156,6 @@ def assert_same(net, whole, tolerance=1e-10):
     assert float((flat(net) - flat(whole)).norm() / flat(whole).norm()) < tolerance
 
 
-def assert_identical_replicas(net):
-    both = [torch.empty_like(flat(net)) for _ in range(dist.get_world_size())]
-    dist.all_gather(both, flat(net))
-    assert all(torch.equal(both[0], other) for other in both)
-
-
-def gathered(values):
-    if not dist.is_initialized():
-        return list(values)
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, list(values))
-    return [value for part in parts for value in part]
-
-
 def assert_each_once(samples, epochs=1):
     """0 samples repeated, 0 missing."""
     assert sorted(samples) == sorted([*range(NUM)] * epochs)
@@ -233,7 +220,7 @@ def test_accumulation_that_changes_in_mid_epoch_keeps_weights_and_schedule():
     steps = len(model.weights)
     assert trainer.global_step == steps == 5 + 7
     assert model.weights == pytest.approx([1.0] * steps, abs=1e-12)
-    assert_identical_replicas(model)
+    assert_identical(flat(model))
     if dist.get_rank() == 0:
         told = [number for number in micro_batches if number is not None]
         assert told == [1] * 5 + [4] * 6 + [3]
@@ -301,7 +288,7 @@ def test_batch_sizes_that_change_train_like_one_process_that_sees_whole_batches(
             2, max_epochs=2, gradient_clip_val=clip, logger=logger, log_every_n_steps=1
         )
         trainer.fit(net, loader, val)
-        assert_identical_replicas(net)
+        assert_identical(flat(net))
         assert_each_once(gathered(net.samples), epochs=2)
         assert trainer.global_step == len(net.sizes)
         assert trainer.current_epoch == 2
@@ -431,7 +418,7 @@ def test_a_job_resumes_in_mid_epoch_on_one_process_and_again_on_two(shared_path)
     join()
     trainer = fit(nets[2], 2, shared_path / "one.ckpt", max_epochs=2)
     assert trainer.current_epoch == 2
-    assert_identical_replicas(nets[2])
+    assert_identical(flat(nets[2]))
     behind = gathered(nets[2].samples)
     if first:
         # 3 and 2 steps of the first epoch, and the rest.

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import resilin
 from resilin.core import BatchTrace, Schedule
 from resilin.training.tickets import CannotSplit, split
-from tests.replicas import num_replicas, replica
+from tests.replicas import gathered, num_replicas, replica
 
 N = 203
 
@@ -34,15 +34,6 @@ def indices(batch):
     assert [int(name) for name in batch["name"]] == numbers
     assert batch["pair"][0].tolist() == [-int(v) for v in batch["pair"][1]] == numbers
     return numbers
-
-
-def gathered(values):
-    """The values of all replicas, on each of them."""
-    if num_replicas() == 1:
-        return list(values)
-    everyone = [None] * num_replicas()
-    dist.all_gather_object(everyone, list(values))
-    return list(itertools.chain(*everyone))
 
 
 def test_a_plain_pass_in_order():
