@@ -272,7 +272,7 @@ def summary(recoveries: list[Recovery]) -> dict[str, Any]:
 def main() -> None:
     args = parse_args(__doc__ or "")
     size = "small" if args.quick else "large"
-    repeats = {WORKER: 3, HOST: 2} if args.quick else {WORKER: 7, HOST: 5}
+    repeats = {WORKER: 2, HOST: 2} if args.quick else {WORKER: 7, HOST: 5}
     width, depth = rescale_jobs.SIZES[size]
     figures: dict[str, Any] = {"megabytes": round(12e-6 * depth * width * (width + 1))}
     began = time.time()

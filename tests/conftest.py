@@ -75,3 +75,11 @@ def shared_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if world.in_rank():
         return Path(os.environ[world.RANK_ENV])
     return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture
+def every_step_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step goes by untold, however long the machine takes to tell of one."""
+    from resilin.training import recorder
+
+    monkeypatch.setattr(recorder, "ALLOWANCE", float("inf"))

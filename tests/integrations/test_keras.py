@@ -178,7 +178,7 @@ class Accumulation(Weights):
 
 
 @pytest.mark.world_size(2)
-def test_accumulation_that_changes_in_mid_epoch_keeps_weights_and_schedule():
+def test_accumulation_that_changes_in_mid_epoch_keeps_weights_and_schedule(every_step_told):
     rate = keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.9)
     ones = np.ones((16 * 32, 1))
     net = make_weigher(keras.optimizers.SGD(rate))

@@ -205,7 +205,7 @@ class Change(L.Callback):
 
 
 @pytest.mark.world_size(2)
-def test_accumulation_that_changes_in_mid_epoch_keeps_weights_and_schedule():
+def test_accumulation_that_changes_in_mid_epoch_keeps_weights_and_schedule(every_step_told):
     def rate(step):
         return 0.9**step
 

@@ -290,7 +290,7 @@ def test_a_trainer_may_train_again_with_a_new_job(tmp_path):
     assert watch.weights == pytest.approx([1.0] * 12, abs=1e-4)
 
 
-def test_mixed_precision_and_evaluation_are_those_of_the_trainer(tmp_path):
+def test_mixed_precision_and_evaluation_are_those_of_the_trainer(tmp_path, every_step_told):
     told = []
     trainer, watch = make(tmp_path, bf16=True, num_train_epochs=1, eval_strategy="epoch")
     trainer.can_return_loss = True

@@ -46,7 +46,7 @@ def train(model, optimizer, loader, epochs=1, each=lambda loss: None):
 
 
 @pytest.fixture
-def told():
+def told(every_step_told):
     """All events of the job, as a listener hears them."""
     heard = []
     resilin.listen(heard.append)
@@ -159,8 +159,10 @@ def test_a_stock_loader_is_told_of_too(told):
     assert of(StartEvent, told)[0].reference == 4
 
 
-def test_telling_keeps_to_its_share_however_slow_a_listener_is(told):
+def test_telling_keeps_to_its_share_however_slow_a_listener_is():
     model, optimizer, loader = make(batch_size=1)
+    told = []
+    resilin.listen(told.append)
     resilin.listen(lambda event: time.sleep(0.02))
     train(model, optimizer, loader, epochs=4)
     steps = of(StepEvent, told)
@@ -255,7 +257,9 @@ def test_without_a_place_nothing_is_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.world_size(2)
-def test_replica_0_tells_and_others_tell_of_their_own_faults(shared_path, monkeypatch):
+def test_replica_0_tells_and_others_tell_of_their_own_faults(
+    shared_path, monkeypatch, every_step_told
+):
     monkeypatch.setenv("RESILIN_RUN_DIR", str(shared_path))
     told = []
     resilin.listen(told.append)

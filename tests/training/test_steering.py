@@ -72,7 +72,7 @@ def test_the_classic_example_of_accumulation(trace):
     assert {size for size, _ in seen[:5]} == {32}
 
 
-def test_a_trace_goes_before_whatever_the_script_says(trace, caplog):
+def test_a_trace_goes_before_whatever_the_script_says(trace, caplog, every_step_told):
     source = trace("0,7\n2,50\n", end="repeat")
     told = []
     resilin.listen(told.append)
