@@ -4,7 +4,7 @@
 
 Data are the step times of six models that the Pollux artifact measured in 144 placements each,
 found through RESILIN_DATA. Each fit sees the placements with at most 2, 4 or 8 replicas and must
-predict all others, up to 64 replicas on 16 nodes. Errors are |log(predicted / measured)|.
+predict all others, up to 64 replicas on 16 hosts. Errors are |log(predicted / measured)|.
 
 AdaptDL's fit is written anew from what was published: the same model without the ring term,
 L-BFGS-B on the root mean squared log errors of micro-batch and step time, terms that were never
@@ -49,7 +49,7 @@ SEEN = (2, 4, 8)
 class Measured(NamedTuple):
     """Columns of measured steps."""
 
-    nodes: np.ndarray
+    hosts: np.ndarray
     replicas: np.ndarray
     local_bsz: np.ndarray
     step: np.ndarray
@@ -67,25 +67,25 @@ def read(model: str) -> Measured:
     for name in ("placements", "scalability"):
         with (folder / f"{name}.csv").open() as file:
             for row in csv.DictReader(file):
-                # A placement is written as one digit per node: its replicas.
-                per_node = [int(digit) for digit in row.get("placement", "")]
-                nodes = len(per_node) or int(row["num_nodes"])
-                replicas = sum(per_node) or int(row["num_replicas"])
+                # A placement is written as one digit per host: its replicas.
+                per_host = [int(digit) for digit in row.get("placement", "")]
+                hosts = len(per_host) or int(row["num_nodes"])
+                replicas = sum(per_host) or int(row["num_replicas"])
                 size, step, sync = row["local_bsz"], row["step_time"], row["sync_time"]
-                rows.append((nodes, replicas, int(size), float(step), float(sync)))
+                rows.append((hosts, replicas, int(size), float(step), float(sync)))
     return Measured(*np.array(rows).T)
 
 
 def observations(data: Measured) -> list[StepTime]:
     return [
         StepTime(
-            nodes=int(nodes),
+            hosts=int(hosts),
             replicas=int(replicas),
             local_bsz=size,
             compute_seconds=step - sync,
             sync_seconds=sync,
         )
-        for nodes, replicas, size, step, sync in zip(*data, strict=True)
+        for hosts, replicas, size, step, sync in zip(*data, strict=True)
     ]
 
 
@@ -97,10 +97,10 @@ PUBLISHED_START = np.array([0.1, 0.01, 0.1, 0.01, 0.1, 0.01, 1.001])
 
 def published_objective(data: Measured, xp: Any) -> Callable[[np.ndarray], Any]:
     """Log errors of the published model; parameters in the order of `ThroughputModel`."""
-    nodes, replicas, size, step, sync = data
+    hosts, replicas, size, step, sync = data
     log_compute, log_step = np.log(step - sync), np.log(step)
     beyond = np.maximum(replicas - 2, 0.0)
-    several, between = replicas > 1, nodes > 1
+    several, between = replicas > 1, hosts > 1
 
     def objective(p: np.ndarray) -> Any:
         compute = p[0] + p[1] * size
@@ -122,9 +122,9 @@ def published_fit(
 ) -> tuple[ThroughputModel, float]:
     lower, upper = np.array([FROZEN] * 6 + [1.0]), np.array([np.inf] * 6 + [10.0])
     frozen = []
-    if not (data.nodes > 1).any():
+    if not (data.hosts > 1).any():
         frozen += [4, 5]
-    if not ((data.nodes == 1) & (data.replicas > 1)).any():
+    if not ((data.hosts == 1) & (data.replicas > 1)).any():
         frozen += [2, 3]
     if not (data.replicas > 2).any():
         frozen += [3, 5]
@@ -147,8 +147,8 @@ def published_fit(
         compute_per_sample=b,
         local_sync=c,
         local_growth=d,
-        node_sync=e,
-        node_growth=f,
+        host_sync=e,
+        host_growth=f,
         overlap=overlap,
     )
     return model, float(found.fun)
@@ -295,16 +295,16 @@ def million_points(repeats: int) -> float:
         compute_per_sample=0.002,
         local_sync=0.03,
         local_growth=0.001,
-        node_sync=0.12,
-        node_growth=0.002,
+        host_sync=0.12,
+        host_growth=0.002,
         overlap=1.8,
         ring=0.6,
     )
     replicas = np.arange(1, 1001)[:, None]
     sizes = np.arange(1, 1001)
     noise = Noise(1.0, 500.0)
-    nodes = -(-replicas // 8)
-    times = seconds(lambda: goodput(model, noise, 128, nodes, replicas, sizes, 2), repeats)
+    hosts = -(-replicas // 8)
+    times = seconds(lambda: goodput(model, noise, 128, hosts, replicas, sizes, 2), repeats)
     return times[0]
 
 

@@ -44,7 +44,7 @@ DATA = Path(os.environ.get("RESILIN_DATA", Path(__file__).parents[2] / "shared" 
 TRACES = DATA / "pollux" / "traces"
 MODELS = ("bert", "cifar10", "deepspeech2", "imagenet", "ncf", "yolov3")
 PLACEMENTS = ("1", "4", "4444")
-"""GPUs on each node: 1, 4 and 16 replicas."""
+"""GPUs on each host: 1, 4 and 16 replicas."""
 STEP_JITTER, NOISE_JITTER = 0.05, 0.1
 FIRST, TRIAL = 10, 5
 """Steps until the first decision, and steps from a change to the next one."""
@@ -55,7 +55,7 @@ class Truth:
     """What the traces say of one model on one placement."""
 
     def __init__(self, model: str, placement: str) -> None:
-        self.nodes, self.replicas = len(placement), sum(map(int, placement))
+        self.hosts, self.replicas = len(placement), sum(map(int, placement))
         times = defaultdict(list)
         with (TRACES / model / "placements.csv").open() as file:
             for row in csv.DictReader(file):
@@ -88,7 +88,7 @@ class Truth:
         plan = self.bounds.plan(batch_size, self.replicas)
         local = batch_size / self.replicas / plan.steps
         return StepTime(
-            nodes=self.nodes,
+            hosts=self.hosts,
             replicas=self.replicas,
             local_bsz=local,
             accumulation_steps=plan.steps,
@@ -121,10 +121,10 @@ class Truth:
         """Every batch size that is compared; the times in it mean nothing."""
         any_model = ThroughputModel(
             compute_start=1.0, compute_per_sample=0.0, local_sync=0.0, local_growth=0.0,
-            node_sync=0.0, node_growth=0.0, overlap=1.0,
+            host_sync=0.0, host_growth=0.0, overlap=1.0,
         )  # fmt: skip
         return best_plan(
-            any_model, None, self.reference, self.bounds, self.nodes, self.replicas
+            any_model, None, self.reference, self.bounds, self.hosts, self.replicas
         ).candidates
 
     def fixed_seconds(self, batch_size: int) -> float:
@@ -176,7 +176,7 @@ def simulate(truth: Truth, rule: Rule, begin: int, longest: float, seed: int = 0
         for jitter in np.exp(STEP_JITTER * rng.standard_normal((min(steps, 50), 2))):
             profile = profile.observe(
                 StepTime(
-                    nodes=time.nodes,
+                    hosts=time.hosts,
                     replicas=time.replicas,
                     local_bsz=time.local_bsz,
                     accumulation_steps=time.accumulation_steps,
@@ -203,7 +203,7 @@ def tuned(truth: Truth) -> tuple[Rule, int]:
         decision = tuner.decide(
             profile=state.profile,
             noise=state.noise,
-            nodes=truth.nodes,
+            hosts=truth.hosts,
             replicas=truth.replicas,
             batch_size=state.batch_size,
             explored=state.explored,
@@ -213,7 +213,7 @@ def tuned(truth: Truth) -> tuple[Rule, int]:
     begin = tuner.decide(
         profile=StepProfile(),
         noise=None,
-        nodes=truth.nodes,
+        hosts=truth.hosts,
         replicas=truth.replicas,
         batch_size=truth.reference,
     )

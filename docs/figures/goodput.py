@@ -1,7 +1,7 @@
 """Draws goodput against batch size along training, from the functions that the tuner uses.
 
 The job is made up, in the size of a small image classifier: on one replica, and on 16 replicas of
-4 nodes. The gradient gets noisier as training goes on, so larger batches become worth their cost.
+4 hosts. The gradient gets noisier as training goes on, so larger batches become worth their cost.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MODEL = ThroughputModel(
     compute_per_sample=0.0006,
     local_sync=0.03,
     local_growth=0.0005,
-    node_sync=0.12,
-    node_growth=0.001,
+    host_sync=0.12,
+    host_growth=0.001,
     overlap=2.0,
     ring=0.5,
 )
-PLACEMENTS = {"One replica": (1, 1), "16 replicas on 4 nodes": (4, 16)}
-"""Title of a panel, and its nodes and replicas."""
+PLACEMENTS = {"One replica": (1, 1), "16 replicas on 4 hosts": (4, 16)}
+"""Title of a panel, and its hosts and replicas."""
 MOMENTS = {1: "#5aa3d0", 8: "#3585c0", 64: "#1a5fa3", 512: "#08306b"}
 """Noise scale over reference batch at four moments of training, and the colour of each."""
 
@@ -59,11 +59,11 @@ def frame(ax: Axes, title: str) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def draw_placement(ax: Axes, nodes: int, replicas: int) -> None:
+def draw_placement(ax: Axes, hosts: int, replicas: int) -> None:
     """A curve for each moment, with its best batch marked."""
     for ratio, colour in MOMENTS.items():
         noise = Noise(sqr_norm=1.0, trace=ratio * REFERENCE)
-        choice = best_plan(MODEL, noise, REFERENCE, BOUNDS, nodes, replicas)
+        choice = best_plan(MODEL, noise, REFERENCE, BOUNDS, hosts, replicas)
         # Micro-batches of one size only: others cost a little more, and would blur the curve.
         even = [c for c in choice.candidates if c.global_batch_size % (replicas * c[2]) == 0]
         base = even[0].goodput
@@ -85,9 +85,9 @@ def draw_placement(ax: Axes, nodes: int, replicas: int) -> None:
 def draw() -> Figure:
     """A panel per placement."""
     figure, axes = plt.subplots(1, len(PLACEMENTS), figsize=(10.5, 4.4))
-    for ax, (title, (nodes, replicas)) in zip(axes, PLACEMENTS.items(), strict=True):
+    for ax, (title, (hosts, replicas)) in zip(axes, PLACEMENTS.items(), strict=True):
         frame(ax, title)
-        draw_placement(ax, nodes, replicas)
+        draw_placement(ax, hosts, replicas)
     figure.tight_layout(w_pad=2.5)
     return figure
 

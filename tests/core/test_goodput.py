@@ -25,8 +25,8 @@ MODEL = ThroughputModel(
     compute_per_sample=0.002,
     local_sync=0.03,
     local_growth=0.001,
-    node_sync=0.12,
-    node_growth=0.002,
+    host_sync=0.12,
+    host_growth=0.002,
     overlap=1.8,
     ring=0.6,
 )
@@ -41,8 +41,8 @@ models = st.builds(
     compute_per_sample=st.floats(0, 10),
     local_sync=st.floats(0, 1e3),
     local_growth=st.floats(0, 10),
-    node_sync=st.floats(0, 1e3),
-    node_growth=st.floats(0, 10),
+    host_sync=st.floats(0, 1e3),
+    host_growth=st.floats(0, 10),
     overlap=st.floats(1, 10),
     ring=st.floats(0, 1),
 )
@@ -52,16 +52,16 @@ noises = st.none() | st.builds(Noise, st.floats(0, 1e6), st.floats(0, 1e12))
 def measure(model, placements=PLACEMENTS, sizes=LOCAL, steps=(1, 3), spread=0.0, rng=None):
     """Steps as the model has them, or with relative errors of a placement and of each step."""
     found = []
-    for nodes, replicas in placements:
+    for hosts, replicas in placements:
         shared = spread * rng.standard_normal() if rng else 0.0
         for local_bsz in sizes:
             for num in steps:
                 compute = float(model.compute_seconds(local_bsz))
-                whole = float(model.step_seconds(nodes, replicas, local_bsz, num))
+                whole = float(model.step_seconds(hosts, replicas, local_bsz, num))
                 error = np.exp(shared + (spread * rng.standard_normal() if rng else 0.0))
                 found.append(
                     StepTime(
-                        nodes=nodes,
+                        hosts=hosts,
                         replicas=replicas,
                         local_bsz=local_bsz,
                         compute_seconds=compute * error,
@@ -72,8 +72,8 @@ def measure(model, placements=PLACEMENTS, sizes=LOCAL, steps=(1, 3), spread=0.0,
     return found
 
 
-def log_error(fitted, model, nodes, replicas, local_bsz):
-    placement = (nodes, replicas, local_bsz)
+def log_error(fitted, model, hosts, replicas, local_bsz):
+    placement = (hosts, replicas, local_bsz)
     return np.log(fitted.model.step_seconds(*placement) / model.step_seconds(*placement))
 
 
@@ -91,24 +91,24 @@ def test_the_published_form_is_the_model_without_ring():
 
 def test_arguments_broadcast():
     replicas = np.array([1, 2, 8])[:, None]
-    nodes = np.array([1, 1, 2])[:, None]
-    table = MODEL.step_seconds(nodes, replicas, [8, 16, 32, 64], 2)
+    hosts = np.array([1, 1, 2])[:, None]
+    table = MODEL.step_seconds(hosts, replicas, [8, 16, 32, 64], 2)
     assert table.shape == (3, 4)
-    for row, (node, count) in enumerate([(1, 1), (1, 2), (2, 8)]):
+    for row, (host, count) in enumerate([(1, 1), (1, 2), (2, 8)]):
         for column, local_bsz in enumerate([8, 16, 32, 64]):
-            assert table[row, column] == MODEL.step_seconds(node, count, local_bsz, 2)
+            assert table[row, column] == MODEL.step_seconds(host, count, local_bsz, 2)
 
 
 @given(models, st.integers(1, 3), st.integers(1, 10**6), st.integers(1, 10**6), st.integers(1, 9))
-def test_more_of_anything_never_takes_less_time(model, nodes, replicas, local_bsz, steps):
-    seconds = model.step_seconds(nodes, replicas, local_bsz, steps)
+def test_more_of_anything_never_takes_less_time(model, hosts, replicas, local_bsz, steps):
+    seconds = model.step_seconds(hosts, replicas, local_bsz, steps)
     assert np.isfinite(seconds)
     slack = 1 - 1e-12
-    assert model.step_seconds(nodes, replicas + 1, local_bsz, steps) >= seconds * slack
-    assert model.step_seconds(nodes, replicas, local_bsz + 1, steps) >= seconds * slack
-    assert model.step_seconds(nodes, replicas, local_bsz, steps + 1) >= seconds
+    assert model.step_seconds(hosts, replicas + 1, local_bsz, steps) >= seconds * slack
+    assert model.step_seconds(hosts, replicas, local_bsz + 1, steps) >= seconds * slack
+    assert model.step_seconds(hosts, replicas, local_bsz, steps + 1) >= seconds
     # Overlap can hide all of the shorter part, and never makes it longer than one after the other.
-    apart = replace(model, overlap=1.0).step_seconds(nodes, replicas, local_bsz, steps)
+    apart = replace(model, overlap=1.0).step_seconds(hosts, replicas, local_bsz, steps)
     assert steps * model.compute_seconds(local_bsz) * slack <= seconds <= apart / slack
 
 
@@ -116,7 +116,7 @@ def test_more_of_anything_never_takes_less_time(model, nodes, replicas, local_bs
     ("change", "message"),
     [
         ({"compute_start": 0.0}, r"compute_start \(0.0\) must be above 0"),
-        ({"node_growth": -1.0}, r"node_growth \(-1.0\) must be at least 0"),
+        ({"host_growth": -1.0}, r"host_growth \(-1.0\) must be at least 0"),
         ({"overlap": 11.0}, r"overlap \(11.0\) must be at most 10"),
         ({"ring": 1.5}, r"ring \(1.5\) must be at most 1"),
         ({"local_sync": float("nan")}, r"local_sync \(nan\) must be finite"),
@@ -199,8 +199,8 @@ def test_the_variance_settles_where_the_cost_is_least():
 def test_exact_measurements_give_the_model_back(overlap, ring):
     model = replace(MODEL, overlap=overlap, ring=ring)
     fitted = fit(measure(model), Prior(noise=1e-4))
-    nodes, replicas = np.array(PLACEMENTS).T[:, :, None]
-    assert np.abs(log_error(fitted, model, nodes, replicas, LOCAL)).max() < 2e-3
+    hosts, replicas = np.array(PLACEMENTS).T[:, :, None]
+    assert np.abs(log_error(fitted, model, hosts, replicas, LOCAL)).max() < 2e-3
     assert np.abs(log_error(fitted, model, 8, np.arange(8, 33)[:, None], LOCAL)).max() < 0.02
     assert fitted.model.compute_start == pytest.approx(model.compute_start, rel=1e-3)
     assert fitted.model.compute_per_sample == pytest.approx(model.compute_per_sample, rel=1e-3)
@@ -212,7 +212,7 @@ def test_no_other_start_finds_a_better_optimum():
     steps = measure(MODEL, PLACEMENTS[:6], spread=0.1, rng=np.random.default_rng(5))
     prior = Prior()
     fitted = fit(steps, prior)
-    arrays = np.array([(s.nodes, s.replicas, s.local_bsz, s.accumulation_steps) for s in steps]).T
+    arrays = np.array([(s.hosts, s.replicas, s.local_bsz, s.accumulation_steps) for s in steps]).T
     times = np.log([[s.compute_seconds for s in steps], [s.step_seconds for s in steps]])
     weight = np.full(2 * len(steps), 1 / (1 + 0.5 * 9))
     typical = np.exp([times[0].mean(), np.log(arrays[2]).mean()])
@@ -261,8 +261,8 @@ def test_a_hiccup_hardly_counts():
     steps = measure(MODEL, spread=0.03, rng=np.random.default_rng(4))
     slow = replace(steps[50], sync_seconds=40.0)
     clean, disturbed = fit(steps), fit([*steps[:50], slow, *steps[51:]])
-    nodes, replicas = np.array(PLACEMENTS).T[:, :, None]
-    assert np.abs(log_error(disturbed, clean.model, nodes, replicas, LOCAL)).max() < 0.05
+    hosts, replicas = np.array(PLACEMENTS).T[:, :, None]
+    assert np.abs(log_error(disturbed, clean.model, hosts, replicas, LOCAL)).max() < 0.05
 
 
 def test_without_a_measured_wait_the_compute_time_is_still_learned():
@@ -288,9 +288,9 @@ def test_one_measurement_is_enough_and_known_to_be_little():
 
 def test_a_belief_can_be_given():
     one = measure(MODEL, [(1, 1)], [32], [1])
-    slow = fit(one, Prior(node_sync=(50.0, 0.1), node_over_local=(3.0, 5.0)))
+    slow = fit(one, Prior(host_sync=(50.0, 0.1), host_over_local=(3.0, 5.0)))
     typical = one[0].compute_seconds
-    assert slow.model.node_sync == pytest.approx(50 * typical, rel=0.1)
+    assert slow.model.host_sync == pytest.approx(50 * typical, rel=0.1)
 
 
 def test_intervals_cover_what_was_not_seen():
@@ -303,22 +303,22 @@ def test_intervals_cover_what_was_not_seen():
             for name, belief in asdict(prior).items()
             if isinstance(belief, tuple)
         }
-        node_sync = 0.2 * draw["node_sync"] / 2
+        host_sync = 0.2 * draw["host_sync"] / 2
         model = ThroughputModel(
             compute_start=0.06,
             compute_per_sample=0.14 / 32,
-            local_sync=node_sync / draw["node_over_local"],
-            local_growth=node_sync / draw["node_over_local"] * draw["growth"],
-            node_sync=node_sync,
-            node_growth=node_sync * draw["growth"],
+            local_sync=host_sync / draw["host_over_local"],
+            local_growth=host_sync / draw["host_over_local"] * draw["growth"],
+            host_sync=host_sync,
+            host_growth=host_sync * draw["growth"],
             overlap=float(np.clip(draw["overlap"], 1, 10)),
             ring=min(1.0, draw["ring"]),
         )
         seen = [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (3, 3)]
         fitted = fit(measure(model, seen, steps=[1], spread=0.07, rng=rng), prior)
-        for nodes, replicas in [(2, 8), (4, 8), (4, 16), (8, 32)]:
-            low, high = fitted.interval(nodes, replicas, 32)
-            new = model.step_seconds(nodes, replicas, 32) * np.exp(0.1 * rng.standard_normal())
+        for hosts, replicas in [(2, 8), (4, 8), (4, 16), (8, 32)]:
+            low, high = fitted.interval(hosts, replicas, 32)
+            new = model.step_seconds(hosts, replicas, 32) * np.exp(0.1 * rng.standard_normal())
             inside.append(low <= new <= high)
     assert 0.82 < np.mean(inside) < 0.97
 
@@ -337,8 +337,8 @@ def test_wider_levels_give_wider_intervals():
 
 
 step_times = st.builds(
-    lambda nodes, more, **rest: StepTime(nodes=nodes, replicas=nodes + more, **rest),
-    nodes=st.integers(1, 10**4),
+    lambda hosts, more, **rest: StepTime(hosts=hosts, replicas=hosts + more, **rest),
+    hosts=st.integers(1, 10**4),
     more=st.integers(0, 10**5),
     local_bsz=st.floats(1e-3, 1e9),
     compute_seconds=st.floats(1e-9, 1e6),
@@ -364,7 +364,7 @@ def test_any_measurements_give_a_finite_model(steps):
     ("make", "message"),
     [
         (lambda: fit([]), "need at least one observation"),
-        (lambda: replace(STEP, replicas=1), r"replicas \(1\) must be at least nodes \(2\)"),
+        (lambda: replace(STEP, replicas=1), r"replicas \(1\) must be at least hosts \(2\)"),
         (lambda: replace(STEP, compute_seconds=0), r"compute_seconds \(0.0\) must be above 0"),
         (lambda: replace(STEP, sync_seconds=-1), r"sync_seconds \(-1.0\) must be at least 0"),
         (lambda: replace(STEP, accumulation_steps=0), r"accumulation_steps \(0\)"),
@@ -377,7 +377,7 @@ def test_what_cannot_be_fitted_says_why(make, message):
         make()
 
 
-STEP = StepTime(nodes=2, replicas=2, local_bsz=8, compute_seconds=0.1)
+STEP = StepTime(hosts=2, replicas=2, local_bsz=8, compute_seconds=0.1)
 
 
 @needs_data
@@ -389,15 +389,15 @@ def test_few_replicas_tell_of_many_on_measured_steps():
             for row in csv.DictReader(file)
         ]  # fmt: skip
     seen = [
-        StepTime(nodes=n, replicas=k, local_bsz=m, compute_seconds=t - s, sync_seconds=s)
+        StepTime(hosts=n, replicas=k, local_bsz=m, compute_seconds=t - s, sync_seconds=s)
         for n, k, m, t, s in rows
         if k <= 4
     ]
-    nodes, replicas, local_bsz, seconds, _ = np.array([row for row in rows if row[1] > 4]).T
+    hosts, replicas, local_bsz, seconds, _ = np.array([row for row in rows if row[1] > 4]).T
     fitted = fit(seen)
-    error = np.abs(np.log(fitted.model.step_seconds(nodes, replicas, local_bsz) / seconds))
+    error = np.abs(np.log(fitted.model.step_seconds(hosts, replicas, local_bsz) / seconds))
     assert np.median(error) < 0.1
-    low, high = fitted.interval(nodes, replicas, local_bsz)
+    low, high = fitted.interval(hosts, replicas, local_bsz)
     assert 0.8 < ((low <= seconds) & (seconds <= high)).mean() < 0.99
 
 
@@ -483,8 +483,8 @@ def test_the_grid_misses_little(replicas, trace):
 
 def test_speedup_compares_with_one_replica():
     replicas = np.array([1, 2, 4, 8, 300])
-    nodes = np.array([1, 1, 1, 2, 75])
-    curve = speedup(MODEL, NOISE, 64, BOUNDS, nodes, replicas)
+    hosts = np.array([1, 1, 1, 2, 75])
+    curve = speedup(MODEL, NOISE, 64, BOUNDS, hosts, replicas)
     assert curve[0] == 1.0
     assert (np.diff(curve[:4]) > 0).all()
     assert (curve <= replicas).all()

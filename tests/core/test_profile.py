@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from resilin.core.fit import StepTime, fit
 from resilin.core.profile import HALF_LIFE, MAX_KEYS, WINDOW, StepProfile
 
-STEP = StepTime(nodes=1, replicas=2, local_bsz=32, compute_seconds=0.1, sync_seconds=0.02)
+STEP = StepTime(hosts=1, replicas=2, local_bsz=32, compute_seconds=0.1, sync_seconds=0.02)
 
 step_times = st.builds(
     lambda local_bsz, steps, compute, sync: replace(
@@ -49,7 +49,7 @@ def test_an_empty_profile_knows_nothing():
 def test_each_key_has_one_observation_and_a_profile_is_a_value():
     first = StepProfile().observe(STEP)
     times = [
-        replace(STEP, nodes=2),
+        replace(STEP, hosts=2),
         replace(STEP, replicas=4),
         replace(STEP, local_bsz=16),
         replace(STEP, accumulation_steps=3),

@@ -24,8 +24,8 @@ MODEL = ThroughputModel(
     compute_per_sample=0.001,
     local_sync=0.03,
     local_growth=0.001,
-    node_sync=0.2,
-    node_growth=0.005,
+    host_sync=0.2,
+    host_growth=0.005,
     overlap=2.0,
     ring=0.5,
 )
@@ -34,12 +34,12 @@ TUNER = Tuner(reference=64, bounds=BOUNDS)
 NOISE = Noise(1.0, 2000.0)
 
 
-def measure(model, bounds, nodes, replicas, batch_size, jitter=1.0):
+def measure(model, bounds, hosts, replicas, batch_size, jitter=1.0):
     plan = bounds.plan(batch_size, replicas)
     compute = float(model.compute_seconds(plan.batch_size))
-    step = float(model.step_seconds(nodes, replicas, plan.batch_size, plan.steps))
+    step = float(model.step_seconds(hosts, replicas, plan.batch_size, plan.steps))
     return StepTime(
-        nodes=nodes,
+        hosts=hosts,
         replicas=replicas,
         local_bsz=batch_size / replicas / plan.steps,
         accumulation_steps=plan.steps,
@@ -56,7 +56,7 @@ class Job:
     tuner: Tuner = TUNER
     model: ThroughputModel = MODEL
     noise: Noise | None = NOISE
-    nodes: int = 1
+    hosts: int = 1
     replicas: int = 4
     batch_size: int = 64
     jitter: float = 0.05
@@ -75,7 +75,7 @@ class Job:
                 step = measure(
                     self.model,
                     self.tuner.bounds,
-                    self.nodes,
+                    self.hosts,
                     self.replicas,
                     self.batch_size,
                     jitter,
@@ -90,7 +90,7 @@ class Job:
             decision = self.tuner.decide(
                 profile=self.profile,
                 noise=noise,
-                nodes=self.nodes,
+                hosts=self.hosts,
                 replicas=self.replicas,
                 batch_size=self.batch_size,
                 explored=self.explored / self.seconds,
@@ -102,9 +102,9 @@ class Job:
     def regret(self):
         """Share of the best goodput that the present batch misses."""
         bounds, reference = self.tuner.bounds, self.tuner.reference
-        best = best_plan(self.model, self.noise, reference, bounds, self.nodes, self.replicas)
+        best = best_plan(self.model, self.noise, reference, bounds, self.hosts, self.replicas)
         plan = bounds.plan(self.batch_size, self.replicas)
-        seconds = self.model.step_seconds(self.nodes, self.replicas, plan.batch_size, plan.steps)
+        seconds = self.model.step_seconds(self.hosts, self.replicas, plan.batch_size, plan.steps)
         value = reference * self.noise.gain(self.batch_size, reference) / seconds
         return 1 - float(value) / best.goodput
 
@@ -115,7 +115,7 @@ def changes(decisions, before):
 
 
 def test_it_begins_at_the_reference_batch():
-    decision = TUNER.decide(profile=StepProfile(), noise=None, nodes=1, replicas=4, batch_size=64)
+    decision = TUNER.decide(profile=StepProfile(), noise=None, hosts=1, replicas=4, batch_size=64)
     assert decision.batch_size == 64
     assert decision.reason == "begins at 64, the reference batch (64): no step was measured yet"
     assert decision.candidates == ()
@@ -126,15 +126,15 @@ def test_it_begins_at_the_reference_batch():
 )
 def test_it_begins_as_near_to_the_reference_as_the_bounds_allow(reference, replicas, expected):
     decision = replace(TUNER, reference=reference).decide(
-        profile=StepProfile(), noise=NOISE, nodes=1, replicas=replicas, batch_size=reference
+        profile=StepProfile(), noise=NOISE, hosts=1, replicas=replicas, batch_size=reference
     )
     assert decision.batch_size == expected
 
 
 @pytest.mark.parametrize("trace", [10.0, 300.0, 5e3, 1e6])
-@pytest.mark.parametrize(("nodes", "replicas"), [(1, 1), (1, 4), (4, 16)])
-def test_it_finds_the_best_batch(trace, nodes, replicas):
-    job = Job(noise=Noise(1.0, trace), nodes=nodes, replicas=replicas, batch_size=128)
+@pytest.mark.parametrize(("hosts", "replicas"), [(1, 1), (1, 4), (4, 16)])
+def test_it_finds_the_best_batch(trace, hosts, replicas):
+    job = Job(noise=Noise(1.0, trace), hosts=hosts, replicas=replicas, batch_size=128)
     job.run(40)
     # What hysteresis and the confidence bound may leave on the table.
     assert job.regret() < 0.1
@@ -145,7 +145,7 @@ def test_it_finds_the_best_batch(trace, nodes, replicas):
 
 
 def test_it_grows_by_at_most_two_over_what_was_run_with_these_replicas():
-    job = Job(noise=Noise(1.0, 1e6), nodes=4, replicas=16, batch_size=128)
+    job = Job(noise=Noise(1.0, 1e6), hosts=4, replicas=16, batch_size=128)
     largest = 128
     for decision in job.run(30):
         assert decision.batch_size <= 2 * largest
@@ -154,7 +154,7 @@ def test_it_grows_by_at_most_two_over_what_was_run_with_these_replicas():
     # With another number of replicas nothing was run yet: it does not grow before it is measured.
     size = job.batch_size
     decision = TUNER.decide(
-        profile=job.profile, noise=job.noise, nodes=4, replicas=15, batch_size=size
+        profile=job.profile, noise=job.noise, hosts=4, replicas=15, batch_size=size
     )
     assert decision.batch_size <= size
     assert max(item.global_batch_size for item in decision.candidates) == size
@@ -203,13 +203,13 @@ def test_a_batch_that_is_not_allowed_any_more_gives_way_to_the_nearest():
     job.run(30)
     bounds = BatchBounds(300, (8, 256))
     decision = replace(TUNER, bounds=bounds).decide(
-        profile=job.profile, noise=job.noise, nodes=1, replicas=4, batch_size=job.batch_size
+        profile=job.profile, noise=job.noise, hosts=1, replicas=4, batch_size=job.batch_size
     )
     assert decision.batch_size == 300
     assert f"{job.batch_size} is not allowed with 4 replicas, 300 is the nearest" in decision.reason
     # Below the reference batch is not allowed either.
     assert job.tuner.decide(
-        profile=job.profile, noise=Noise(1.0, 1.0), nodes=1, replicas=4, batch_size=32
+        profile=job.profile, noise=Noise(1.0, 1.0), hosts=1, replicas=4, batch_size=32
     ).batch_size in range(64, 129)
 
 
@@ -253,11 +253,11 @@ def test_candidates_carry_measured_times_where_there_are_any():
     profile = StepProfile()
     for size, seconds in [(64, 0.1), (128, 0.12), (192, 0.14), (256, 0.6)] * 9:
         profile = profile.observe(
-            StepTime(nodes=1, replicas=4, local_bsz=size / 4, compute_seconds=seconds,
+            StepTime(hosts=1, replicas=4, local_bsz=size / 4, compute_seconds=seconds,
                      sync_seconds=0.01)
         )  # fmt: skip
     decision = TUNER.decide(
-        profile=profile, noise=Noise(1.0, 1e6), nodes=1, replicas=4, batch_size=192, explored=1.0
+        profile=profile, noise=Noise(1.0, 1e6), hosts=1, replicas=4, batch_size=192, explored=1.0
     )
     seconds = {item.global_batch_size: item.step_seconds for item in decision.candidates}
     assert seconds[192] == pytest.approx(0.15, rel=0.1)
@@ -272,11 +272,11 @@ def test_candidates_carry_measured_times_where_there_are_any():
     st.integers(0, 100),
 )
 def test_jitter_alone_does_not_move_it(log_noise, placement, log_start, seed):
-    nodes, replicas = placement
+    hosts, replicas = placement
     job = Job(
         model=replace(MODEL, compute_start=10**log_start),
         noise=Noise(1.0, 10**log_noise),
-        nodes=nodes,
+        hosts=hosts,
         replicas=replicas,
         seed=seed,
     )
@@ -320,11 +320,11 @@ def test_it_never_leaves_the_bounds(
     profile = StepProfile()
     for count, local_bsz, seconds in measured:
         profile = profile.observe(
-            StepTime(nodes=1, replicas=count, local_bsz=local_bsz, compute_seconds=seconds,
+            StepTime(hosts=1, replicas=count, local_bsz=local_bsz, compute_seconds=seconds,
                      sync_seconds=seconds / 3)
         )  # fmt: skip
     ask = {
-        "profile": profile, "noise": noise, "nodes": 1, "replicas": replicas,
+        "profile": profile, "noise": noise, "hosts": 1, "replicas": replicas,
         "batch_size": batch_size, "explored": explored,
     }  # fmt: skip
     try:
@@ -368,7 +368,7 @@ def test_a_decision_is_quick():
             step = measure(MODEL, BOUNDS, 1 + (replicas > 4), replicas, int(size))
             profile = profile.observe(step)
     assert len(profile.observations()) >= 48
-    ask = {"profile": profile, "noise": NOISE, "nodes": 1, "replicas": 4, "batch_size": 256}
+    ask = {"profile": profile, "noise": NOISE, "hosts": 1, "replicas": 4, "batch_size": 256}
     times = []
     for _ in range(10):
         start = time.process_time()

@@ -46,7 +46,7 @@ def test_a_process_that_nobody_launched_is_single(plain):
     assert type(engine) is Single
     assert (engine.replica, engine.num_replicas) == (0, 1)
     assert (engine.host, engine.local_replica, engine.num_local_replicas) == (0, 0, 1)
-    assert not engine.restarts
+    assert not engine.restartable
     assert engine.memory_name is None
     assert not engine.begin_step()
     assert engine.all_committed()
@@ -63,7 +63,7 @@ def test_only_a_whole_environment_is_that_of_a_launcher(plain, missing):
 def test_what_torchrun_says(plain):
     engine = Torchrun()
     assert (engine.host, engine.local_replica, engine.num_local_replicas) == (0, 0, 1)
-    assert (engine.restarts, engine.memory_name, engine.grace) == (False, None, 18.0)
+    assert (engine.restartable, engine.memory_name, engine.grace) == (False, None, 18.0)
     for name, value in {
         "GROUP_RANK": "3",
         "LOCAL_RANK": "2",
@@ -74,7 +74,7 @@ def test_what_torchrun_says(plain):
         plain.setenv(name, value)
     # The world is asked each time: a launcher may change it.
     assert (engine.host, engine.local_replica, engine.num_local_replicas) == (3, 2, 4)
-    assert (engine.restarts, engine.memory_name, engine.grace) == (True, "my job", 3.0)
+    assert (engine.restartable, engine.memory_name, engine.grace) == (True, "my job", 3.0)
     plain.setenv(RUN_ID, "none")
     assert engine.memory_name == f"agent-{os.getppid()}"
 

@@ -64,7 +64,7 @@ if "fail" in sys.argv[1:] and rule == "linear" and seed == "1":
 log = EventLog(env["RESILIN_RUN_DIR"], "replica-0")
 if "silent" not in sys.argv[1:]:
     log.write(StartEvent(time=0, step=0, reference=8, replicas=1, hosts=1, rule=rule or "own",
-                         optimizer="SGD", trace=trace))
+                         optimizer="SGD", replays=trace))
 score = random.Random(0 if "fixed" in sys.argv[1:] else seed).random() + 10 * (rule == "linear")
 for step in range(1, 21):
     loss = 1 / step

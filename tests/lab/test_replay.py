@@ -111,7 +111,7 @@ def test_the_classic_example_accumulates_and_updates_as_a_larger_cluster_would(p
     check_exact(told, [64, 96])
     found = list(read_events("run"))
     (start,) = [event for event in found if isinstance(event, StartEvent)]
-    assert start.trace == str(place / "run" / "trace.csv")
+    assert start.replays == str(place / "run" / "trace.csv")
     assert start.rule == "constant"
     steps = [event for event in found if isinstance(event, StepEvent)]
     assert [(step.batch_size, step.accumulation_steps) for step in steps] == [(64, 2), (96, 3)]

@@ -104,7 +104,7 @@ def test_a_price_per_step_raises_the_batch_and_a_price_per_sample_lowers_it():
         assert decisions(live) == []
     told = json.loads(json.dumps(resilin.hints(max_replicas=16)))
     assert told["version"] == 1
-    assert told["placement"] == {"nodes": 1, "replicas": 2}
+    assert told["placement"] == {"hosts": 1, "replicas": 2}
     assert told["batch"]["current"] == live.loader.current_batch_size
     assert told["speedup"]["replicas"] == [1, 2, 4, 8, 16]
     assert told["speedup"]["speedup"][0] == 1

@@ -88,7 +88,7 @@ def test_a_trace_goes_before_whatever_the_script_says(trace, caplog, every_step_
     assert sum(step.batch_size for step in steps) == NUM
     assert loader.autoscaler is None
     (start,) = [event for event in told if isinstance(event, StartEvent)]
-    assert start.trace == source
+    assert start.replays == source
     assert f"follows {source}, not the script" in caplog.text
 
 

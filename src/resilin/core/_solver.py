@@ -46,7 +46,7 @@ class Steps(NamedTuple):
             all steps first, then the steps.
         """
         values = np.exp(logs).T[:, :, None]
-        start, per_sample, local, local_growth, node, node_growth, overlap, ring = values
+        start, per_sample, local, local_growth, host, host_growth, overlap, ring = values
         compute, sync, last = step_parts(values, self.shape, self.local_bsz)
         step = self.more * compute + last
         log_compute, log_step, log_last = np.log(compute), np.log(step), np.log(last)
@@ -58,13 +58,13 @@ class Steps(NamedTuple):
         jacobian[:, :2, count:] = jacobian[:, :2, :count] * (by_compute * compute / step)[:, None]
         log_sync = np.log(sync, out=np.full_like(sync, _NEVER), where=sync > 0)
         by_sync = self.shape.any * np.exp((overlap - 1) * (log_sync - log_last)) / step
-        by_local, by_node = by_sync * self.shape.within, by_sync * ~self.shape.within
+        by_local, by_host = by_sync * self.shape.within, by_sync * ~self.shape.within
         traffic = self.shape.any + ring * self.shape.traffic
         jacobian[:, 2, count:] = by_local * local * traffic
         jacobian[:, 3, count:] = by_local * local_growth * self.shape.beyond_two
-        jacobian[:, 4, count:] = by_node * node * traffic
-        jacobian[:, 5, count:] = by_node * node_growth * self.shape.beyond_two
-        jacobian[:, 7, count:] = (by_local * local + by_node * node) * ring * self.shape.traffic
+        jacobian[:, 4, count:] = by_host * host * traffic
+        jacobian[:, 5, count:] = by_host * host_growth * self.shape.beyond_two
+        jacobian[:, 7, count:] = (by_local * local + by_host * host) * ring * self.shape.traffic
         log_ratio = -np.abs(log_compute - log_sync)
         power = np.exp(overlap * log_ratio)
         jacobian[:, 6, count:] = (last / step) * (

@@ -66,7 +66,7 @@ class StartEvent(Event):
     """Whether it goes on from a state of an earlier process."""
     script: str = ""
     """The script that was started; not its arguments, which may be secrets."""
-    trace: str = ""
+    replays: str = ""
     """Where the batch-size trace comes from that is being replayed, if one is."""
     software: str = ""
     """Versions of resilin, torch and Python."""

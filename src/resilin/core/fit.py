@@ -38,7 +38,7 @@ NORMAL = 1.2
 class StepTime:
     """What was measured of steps that were alike, or of a single one."""
 
-    nodes: int
+    hosts: int
     """Machines that the replicas were on."""
     replicas: int
     """Data-parallel members."""
@@ -54,9 +54,9 @@ class StepTime:
     """How many measurements this one stands for; it may have decayed below 1."""
 
     def __post_init__(self) -> None:
-        nodes = _validate.whole("nodes", self.nodes, at_least=1)
-        if _validate.whole("replicas", self.replicas, at_least=1) < nodes:
-            raise ValueError(f"replicas ({self.replicas}) must be at least nodes ({nodes})")
+        hosts = _validate.whole("hosts", self.hosts, at_least=1)
+        if _validate.whole("replicas", self.replicas, at_least=1) < hosts:
+            raise ValueError(f"replicas ({self.replicas}) must be at least hosts ({hosts})")
         _validate.real("local_bsz", self.local_bsz, above=0)
         _validate.real("compute_seconds", self.compute_seconds, above=0)
         if self.sync_seconds is not None:
@@ -84,11 +84,11 @@ class Prior:
     compute_per_sample: tuple[float, float] = (0.7, 1.5)
     """Share that does."""
     local_sync: tuple[float, float] = (0.3, 1.5)
-    """Reduction between two replicas on one node, over a typical micro-batch."""
-    node_sync: tuple[float, float] = (1.0, 1.5)
-    """Reduction between two nodes, over a typical micro-batch."""
-    node_over_local: tuple[float, float] = (3.0, 1.0)
-    """Reduction between two nodes, over that within one."""
+    """Reduction between two replicas on one host, over a typical micro-batch."""
+    host_sync: tuple[float, float] = (1.0, 1.5)
+    """Reduction between two hosts, over a typical micro-batch."""
+    host_over_local: tuple[float, float] = (3.0, 1.0)
+    """Reduction between two hosts, over that within one."""
     growth: tuple[float, float] = (0.01, 1.0)
     """What each further replica adds, over the reduction between two."""
     overlap: tuple[float, float] = (2.0, 0.5)
@@ -114,10 +114,10 @@ class Prior:
             (unit["compute_start"], seconds, self.compute_start),
             (unit["compute_per_sample"], seconds / local_bsz, self.compute_per_sample),
             (unit["local_sync"], seconds, self.local_sync),
-            (unit["node_sync"], seconds, self.node_sync),
-            (unit["node_sync"] - unit["local_sync"], 1.0, self.node_over_local),
+            (unit["host_sync"], seconds, self.host_sync),
+            (unit["host_sync"] - unit["local_sync"], 1.0, self.host_over_local),
             (unit["local_growth"] - unit["local_sync"], 1.0, self.growth),
-            (unit["node_growth"] - unit["node_sync"], 1.0, self.growth),
+            (unit["host_growth"] - unit["host_sync"], 1.0, self.growth),
             (unit["overlap"], 1.0, self.overlap),
             (unit["ring"], 1.0, self.ring),
         ]
@@ -141,7 +141,7 @@ class Fitted:
 
     def spread(
         self,
-        nodes: ArrayLike,
+        hosts: ArrayLike,
         replicas: ArrayLike,
         local_bsz: ArrayLike,
         accumulation_steps: ArrayLike = 1,
@@ -151,18 +151,18 @@ class Fitted:
         Errors at one placement have a common part, which cancels where two batch sizes on that
         placement are compared: then it overstates what is unknown.
         """
-        parts = np.broadcast_arrays(nodes, replicas, local_bsz, accumulation_steps)
-        node, count, local, steps = (part.astype(np.float64).reshape(-1) for part in parts)
-        _, jacobian = Steps(SyncShape.of(node, count), local, steps - 1).predict(
+        parts = np.broadcast_arrays(hosts, replicas, local_bsz, accumulation_steps)
+        host, count, local, steps = (part.astype(np.float64).reshape(-1) for part in parts)
+        _, jacobian = Steps(SyncShape.of(host, count), local, steps - 1).predict(
             np.log(np.maximum(self.model.parameters, 1e-300))[None]
         )
-        slope = jacobian[0, :, len(node) :]
+        slope = jacobian[0, :, len(host) :]
         variance = (slope * (self.covariance @ slope)).sum(axis=0) + self.noise**2
         return np.asarray(np.sqrt(variance).reshape(parts[0].shape))
 
     def interval(
         self,
-        nodes: ArrayLike,
+        hosts: ArrayLike,
         replicas: ArrayLike,
         local_bsz: ArrayLike,
         accumulation_steps: ArrayLike = 1,
@@ -172,9 +172,9 @@ class Fitted:
         """Bounds of a step time still to be measured that hold with probability `level`."""
         if not 0 < _validate.real("level", level) < 1:
             raise ValueError(f"level ({level}) must be between 0 and 1")
-        middle = self.model.step_seconds(nodes, replicas, local_bsz, accumulation_steps)
+        middle = self.model.step_seconds(hosts, replicas, local_bsz, accumulation_steps)
         width = NormalDist().inv_cdf((1 + level) / 2)
-        ratio = np.exp(width * self.spread(nodes, replicas, local_bsz, accumulation_steps))
+        ratio = np.exp(width * self.spread(hosts, replicas, local_bsz, accumulation_steps))
         return middle / ratio, middle * ratio
 
 
@@ -194,9 +194,9 @@ def fit(observations: Iterable[StepTime], prior: Prior | None = None) -> Fitted:
     if not seen:
         raise ValueError("need at least one observation with a weight above 0, got none")
     prior = prior or Prior()
-    nodes, replicas, local_bsz, num_steps, weight, compute = np.array(
+    hosts, replicas, local_bsz, num_steps, weight, compute = np.array(
         [
-            (s.nodes, s.replicas, s.local_bsz, s.accumulation_steps, s.weight, s.compute_seconds)
+            (s.hosts, s.replicas, s.local_bsz, s.accumulation_steps, s.weight, s.compute_seconds)
             for s in seen
         ],
         np.float64,
@@ -204,10 +204,10 @@ def fit(observations: Iterable[StepTime], prior: Prior | None = None) -> Fitted:
     whole = [step.step_seconds for step in seen]
     # What was not measured has no weight, so any number will do for it.
     seconds = np.concatenate([compute, [1.0 if time is None else time for time in whole]])
-    weight = _effective(nodes, replicas, weight)
+    weight = _effective(hosts, replicas, weight)
     typical = np.exp(np.average(np.log([compute, local_bsz]), axis=1, weights=weight))
     problem = Problem(
-        Steps(SyncShape.of(nodes, replicas), local_bsz, num_steps - 1),
+        Steps(SyncShape.of(hosts, replicas), local_bsz, num_steps - 1),
         np.log(seconds),
         np.concatenate([weight, weight * [time is not None for time in whole]]),
         *prior.rows(*typical.tolist()),
@@ -226,8 +226,8 @@ def fit(observations: Iterable[StepTime], prior: Prior | None = None) -> Fitted:
     )
 
 
-def _effective(nodes: Floats, replicas: Floats, weight: Floats) -> Floats:
+def _effective(hosts: Floats, replicas: Floats, weight: Floats) -> Floats:
     """Weights after the correlation within each placement is taken off."""
-    _, placement = np.unique(nodes + 1j * replicas, return_inverse=True)
+    _, placement = np.unique(hosts + 1j * replicas, return_inverse=True)
     total = np.bincount(placement, weight)[placement]
     return weight / (1 + SHARED * np.maximum(total - 1, 0.0))

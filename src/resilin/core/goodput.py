@@ -38,7 +38,7 @@ def goodput(
     model: ThroughputModel,
     noise: Noise | None,
     reference: float,
-    nodes: ArrayLike,
+    hosts: ArrayLike,
     replicas: ArrayLike,
     local_bsz: ArrayLike,
     accumulation_steps: ArrayLike = 1,
@@ -48,7 +48,7 @@ def goodput(
     It counts progress in the noise's own terms, so it holds where the learning rate follows the
     gain; a fixed rate at a larger batch learns less.
     """
-    seconds = model.step_seconds(nodes, replicas, local_bsz, accumulation_steps)
+    seconds = model.step_seconds(hosts, replicas, local_bsz, accumulation_steps)
     count, local, steps = (
         np.asarray(part, np.float64) for part in (replicas, local_bsz, accumulation_steps)
     )
@@ -87,7 +87,7 @@ def best_plan(
     noise: Noise | None,
     reference: float,
     bounds: BatchBounds,
-    nodes: int,
+    hosts: int,
     replicas: int,
     *,
     min_batch_size: int | None = None,
@@ -103,7 +103,7 @@ def best_plan(
         noise: Noise of the gradient now; None while it is unknown.
         reference: The reference batch size.
         bounds: What the user allows. Something in it must limit the batch.
-        nodes: Machines that the replicas are on.
+        hosts: Machines that the replicas are on.
         replicas: Data-parallel members.
         min_batch_size: Smallest global batch; None means the reference batch, or the largest one
             allowed if that is less.
@@ -112,7 +112,7 @@ def best_plan(
         PlanError: No batch within the bounds can be split over this many replicas.
     """
     bounds.check_replicas(replicas)
-    table = _candidates(model, noise, reference, bounds, [nodes], [replicas], min_batch_size)
+    table = _candidates(model, noise, reference, bounds, [hosts], [replicas], min_batch_size)
     sizes, local, steps, seconds, values = (column[0] for column in table)
     if not values.any():
         raise PlanError(
@@ -134,14 +134,14 @@ def best_goodput(
     noise: Noise | None,
     reference: float,
     bounds: BatchBounds,
-    nodes: ArrayLike,
+    hosts: ArrayLike,
     replicas: ArrayLike,
     *,
     min_batch_size: int | None = None,
 ) -> Floats:
-    """Goodput of `best_plan` for each entry of `nodes` and `replicas`; 0 where there is no plan."""
-    node_counts, counts = np.broadcast_arrays(nodes, replicas)
-    flat = (node_counts.reshape(-1), counts.reshape(-1))
+    """Goodput of `best_plan` for each entry of `hosts` and `replicas`; 0 where there is no plan."""
+    host_counts, counts = np.broadcast_arrays(hosts, replicas)
+    flat = (host_counts.reshape(-1), counts.reshape(-1))
     values = _candidates(model, noise, reference, bounds, *flat, min_batch_size)[-1]
     return np.asarray(values.max(axis=1).reshape(counts.shape))
 
@@ -151,7 +151,7 @@ def speedup(
     noise: Noise | None,
     reference: float,
     bounds: BatchBounds,
-    nodes: ArrayLike,
+    hosts: ArrayLike,
     replicas: ArrayLike,
     *,
     min_batch_size: int | None = None,
@@ -163,7 +163,7 @@ def speedup(
     """
     one = best_plan(model, noise, reference, bounds, 1, 1, min_batch_size=min_batch_size)
     many = best_goodput(
-        model, noise, reference, bounds, nodes, replicas, min_batch_size=min_batch_size
+        model, noise, reference, bounds, hosts, replicas, min_batch_size=min_batch_size
     )
     return many / one.goodput
 
@@ -173,12 +173,12 @@ def _candidates(
     noise: Noise | None,
     reference: float,
     bounds: BatchBounds,
-    nodes: ArrayLike,
+    hosts: ArrayLike,
     replicas: ArrayLike,
     min_batch_size: int | None,
 ) -> tuple[Floats, Floats, Floats, Floats, Floats]:
     """Batch size, micro-batch, steps, seconds and goodput: a row per placement; 0 is impossible."""
-    node = np.asarray(nodes, np.float64)[:, None]
+    host = np.asarray(hosts, np.float64)[:, None]
     count = np.asarray(replicas, np.float64)[:, None]
     if not (count >= 1).all():
         raise ValueError(f"replicas ({replicas!r}) must be at least 1")
@@ -209,6 +209,6 @@ def _candidates(
     possible = np.floor(np.floor(sizes / count) / steps) >= lower
     if not bounds.gradient_accumulation:
         possible &= steps == 1
-    seconds = model.step_seconds(node, count, local, steps)
+    seconds = model.step_seconds(host, count, local, steps)
     value = sizes * efficiency(noise, sizes, reference) / seconds
     return sizes, local, steps, seconds, np.where(possible, value, 0.0)

@@ -2,7 +2,7 @@
 
 A live job measures each step. Kept as they come, the measurements would grow without end, and a
 garbage collection or a neighbour's burst would count as much as a normal step. The profile keeps,
-for each way of running a step (its key: nodes, replicas, micro-batch, accumulation), the last few
+for each way of running a step (its key: hosts, replicas, micro-batch, accumulation), the last few
 measurements, and answers with their medians: up to four hiccups among nine leave it where it was.
 
 Knowledge fades. With each step that is observed, all that was known before loses a little weight,
@@ -35,7 +35,7 @@ MAX_KEYS = 256
 class Key(NamedTuple):
     """One way of running a step."""
 
-    nodes: int
+    hosts: int
     """Machines that the replicas are on."""
     replicas: int
     """Data-parallel members."""
@@ -65,7 +65,7 @@ class StepProfile:
     Examples:
         >>> profile = StepProfile()
         >>> for seconds in (0.1, 0.12, 9.0, 0.11, 0.1):
-        ...     step = StepTime(nodes=1, replicas=1, local_bsz=32, compute_seconds=seconds)
+        ...     step = StepTime(hosts=1, replicas=1, local_bsz=32, compute_seconds=seconds)
         ...     profile = profile.observe(step)
         >>> [(step.local_bsz, step.compute_seconds) for step in profile.observations()]
         [(32.0, 0.11)]
@@ -78,7 +78,7 @@ class StepProfile:
 
     def observe(self, time: StepTime) -> StepProfile:
         """Adds one measured step; what was known before counts for a little less."""
-        key = Key(time.nodes, time.replicas, float(time.local_bsz), time.accumulation_steps)
+        key = Key(time.hosts, time.replicas, float(time.local_bsz), time.accumulation_steps)
         before = self.windows.get(key, ())
         now = self.clock + 1
         new = Measured(now, time.compute_seconds, time.sync_seconds, time.weight)
@@ -96,7 +96,7 @@ class StepProfile:
         """What `fit` learns from: one entry per key, of medians and of what they still weigh."""
         return tuple(
             StepTime(
-                nodes=key.nodes,
+                hosts=key.hosts,
                 replicas=key.replicas,
                 local_bsz=key.local_bsz,
                 accumulation_steps=key.accumulation_steps,
@@ -150,8 +150,8 @@ class StepProfile:
         clock = _validate.real("clock", state["clock"], at_least=0)
         windows = {}
         for entry in state["windows"]:
-            nodes, replicas, local_bsz, accumulation_steps = entry["key"]
-            key = Key(int(nodes), int(replicas), float(local_bsz), int(accumulation_steps))
+            hosts, replicas, local_bsz, accumulation_steps = entry["key"]
+            key = Key(int(hosts), int(replicas), float(local_bsz), int(accumulation_steps))
             windows[key] = tuple(_read(key, item, clock) for item in entry["measured"])
             if not 1 <= len(windows[key]) <= WINDOW:
                 raise ValueError(
@@ -166,7 +166,7 @@ def _read(key: Key, item: Iterable[Any], clock: float) -> Measured:
         raise ValueError(f"time of a measurement ({at}) must be at most clock ({clock})")
     # It is checked by what will be made of it.
     checked = StepTime(
-        nodes=key.nodes,
+        hosts=key.hosts,
         replicas=key.replicas,
         local_bsz=key.local_bsz,
         accumulation_steps=key.accumulation_steps,

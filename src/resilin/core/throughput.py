@@ -2,8 +2,8 @@
 
 It is the form of Pollux (Qiao et al., OSDI 2021) with one more term. A micro-batch of m samples
 takes `compute_start + compute_per_sample * m`; reducing the gradient among K replicas takes
-`sync * (1 + ring * (1 - 2/K)) + growth * (K - 2)`, with separate numbers within one node and
-between nodes; the last micro-batch of a step hides part of the reduction, as much as `overlap`
+`sync * (1 + ring * (1 - 2/K)) + growth * (K - 2)`, with separate numbers within one host and
+between hosts; the last micro-batch of a step hides part of the reduction, as much as `overlap`
 says. The `ring` term is the traffic of an all-reduce, which doubles from two replicas to many and
 no further; without it the first few replicas look like the start of a line that never ends.
 `ring = 0` is the published form. `fit` learns the numbers from measured steps.
@@ -35,12 +35,12 @@ class ThroughputModel:
     compute_per_sample: float
     """Seconds per sample of a micro-batch."""
     local_sync: float
-    """Seconds to reduce the gradient between two replicas on one node."""
+    """Seconds to reduce the gradient between two replicas on one host."""
     local_growth: float
     """Seconds that each replica beyond two adds to it."""
-    node_sync: float
-    """Seconds to reduce the gradient between two replicas on two nodes."""
-    node_growth: float
+    host_sync: float
+    """Seconds to reduce the gradient between two replicas on two hosts."""
+    host_growth: float
     """Seconds that each replica beyond two adds to it."""
     overlap: float
     """Between 1, where backward hides nothing of the reduction, and 10, where all that it can."""
@@ -67,7 +67,7 @@ class ThroughputModel:
 
     def step_seconds(
         self,
-        nodes: ArrayLike,
+        hosts: ArrayLike,
         replicas: ArrayLike,
         local_bsz: ArrayLike,
         accumulation_steps: ArrayLike = 1,
@@ -75,13 +75,13 @@ class ThroughputModel:
         """Seconds of one optimizer step; the arguments broadcast against each other.
 
         Args:
-            nodes: Machines that the replicas are on.
+            hosts: Machines that the replicas are on.
             replicas: Data-parallel members; one of them has nothing to reduce.
             local_bsz: Samples of a micro-batch.
             accumulation_steps: Micro-batches that each replica runs in the step, at least 1.
         """
         compute, _, last = step_parts(
-            self.parameters, SyncShape.of(nodes, replicas), np.asarray(local_bsz, np.float64)
+            self.parameters, SyncShape.of(hosts, replicas), np.asarray(local_bsz, np.float64)
         )
         return (np.asarray(accumulation_steps, np.float64) - 1) * compute + last
 
@@ -100,15 +100,15 @@ class SyncShape(NamedTuple):
     beyond_two: Floats
     """Replicas beyond two."""
     within: NDArray[np.bool_]
-    """Whether all replicas are on one node."""
+    """Whether all replicas are on one host."""
 
     @classmethod
-    def of(cls, nodes: ArrayLike, replicas: ArrayLike) -> SyncShape:
+    def of(cls, hosts: ArrayLike, replicas: ArrayLike) -> SyncShape:
         """The shape of each placement."""
         count = np.asarray(replicas, np.float64)
         beyond_two = np.maximum(count - 2, 0.0)
         several = np.asarray(count > 1, np.float64)
-        return cls(several, beyond_two / np.maximum(count, 1), beyond_two, np.asarray(nodes) <= 1)
+        return cls(several, beyond_two / np.maximum(count, 1), beyond_two, np.asarray(hosts) <= 1)
 
 
 def step_parts(
@@ -121,10 +121,10 @@ def step_parts(
         shape: Placements.
         local_bsz: Samples of a micro-batch.
     """
-    start, per_sample, local, local_growth, node, node_growth, overlap, ring = parameters
+    start, per_sample, local, local_growth, host, host_growth, overlap, ring = parameters
     compute = start + per_sample * local_bsz
-    sync = np.where(shape.within, local, node) * (shape.any + ring * shape.traffic)
-    sync = sync + np.where(shape.within, local_growth, node_growth) * shape.beyond_two
+    sync = np.where(shape.within, local, host) * (shape.any + ring * shape.traffic)
+    sync = sync + np.where(shape.within, local_growth, host_growth) * shape.beyond_two
     # Scaled by the longer one: powers of seconds alone would overflow or vanish.
     longer = np.maximum(compute, sync)
     last = longer * (1 + (np.minimum(compute, sync) / longer) ** overlap) ** (1 / overlap)

@@ -58,8 +58,8 @@ _ANY = ThroughputModel(
     compute_per_sample=0.0,
     local_sync=0.0,
     local_growth=0.0,
-    node_sync=0.0,
-    node_growth=0.0,
+    host_sync=0.0,
+    host_growth=0.0,
     overlap=1.0,
 )
 
@@ -115,7 +115,7 @@ class Tuner:
         *,
         profile: StepProfile,
         noise: Noise | None,
-        nodes: int,
+        hosts: int,
         replicas: int,
         batch_size: int,
         explored: float = 0.0,
@@ -125,7 +125,7 @@ class Tuner:
         Args:
             profile: Step times seen so far, on any placement.
             noise: Noise of the gradient now; None while it is unknown.
-            nodes: Machines that the replicas are on.
+            hosts: Machines that the replicas are on.
             replicas: Data-parallel members.
             batch_size: The global batch size so far.
             explored: Share of the time so far that went into trials.
@@ -137,14 +137,14 @@ class Tuner:
         _validate.real("explored", explored, at_least=0)
         seen = [time for time in profile.observations() if time.weight > 0]
         if not seen:
-            return self._begin(nodes, replicas)
+            return self._begin(hosts, replicas)
         fitted = fit(seen)
-        grid = self._candidates(fitted.model, noise, nodes, replicas)
+        grid = self._candidates(fitted.model, noise, hosts, replicas)
         allowed = self._allowed(batch_size, replicas, grid)
-        here = [time for time in seen if (time.nodes, time.replicas) == (nodes, replicas)]
+        here = [time for time in seen if (time.hosts, time.replicas) == (hosts, replicas)]
         ceiling = self._ceiling(profile, noise, replicas, allowed, grid[0].global_batch_size)
         table = self._within(grid, allowed, replicas, ceiling)
-        curve = _Curve.of(fitted, here, nodes, replicas, table)
+        curve = _Curve.of(fitted, here, hosts, replicas, table)
         compared = self._compared(table, curve, noise)
         current = [item.global_batch_size for item in compared].index(allowed)
         gain, spread = _gains(compared, curve, current)
@@ -160,8 +160,8 @@ class Tuner:
             explores=choice.explores,
         )
 
-    def _begin(self, nodes: int, replicas: int) -> Decision:
-        table = self._candidates(_ANY, None, nodes, replicas)
+    def _begin(self, hosts: int, replicas: int) -> Decision:
+        table = self._candidates(_ANY, None, hosts, replicas)
         size = self._allowed(self.reference, replicas, table)
         named = "the reference batch" if size == self.reference else "nearest to the reference"
         return Decision(
@@ -171,9 +171,9 @@ class Tuner:
         )
 
     def _candidates(
-        self, model: ThroughputModel, noise: Noise | None, nodes: int, replicas: int
+        self, model: ThroughputModel, noise: Noise | None, hosts: int, replicas: int
     ) -> tuple[Candidate, ...]:
-        return best_plan(model, noise, self.reference, self.bounds, nodes, replicas).candidates
+        return best_plan(model, noise, self.reference, self.bounds, hosts, replicas).candidates
 
     def _allowed(self, size: int, replicas: int, table: tuple[Candidate, ...]) -> int:
         """`size`, or the nearest batch that the bounds allow."""
@@ -286,7 +286,7 @@ class _Curve:
         cls,
         fitted: Fitted,
         here: list[StepTime],
-        nodes: int,
+        hosts: int,
         replicas: int,
         table: list[Candidate],
     ) -> _Curve:
@@ -305,7 +305,7 @@ class _Curve:
             [t.accumulation_steps for t, _ in known] + [c.accumulation_steps for c in table],
             np.float64,
         )
-        shape = SyncShape.of(np.full(len(local), nodes), np.full(len(local), replicas))
+        shape = SyncShape.of(np.full(len(local), hosts), np.full(len(local), replicas))
         logs = np.log(np.maximum(fitted.model.parameters, 1e-300))[None]
         predicted, jacobian = Steps(shape, local, steps - 1).predict(logs)
         mean, slope = predicted[0, len(local) :], jacobian[0, :, len(local) :]

@@ -71,7 +71,7 @@ class Engine:
         return 1
 
     @property
-    def restarts(self) -> bool:
+    def restartable(self) -> bool:
         """Whether somebody starts this process again when it dies."""
         return False
 

@@ -113,7 +113,7 @@ class RayTrain(Engine):
         return self._place.num_local_replicas
 
     @property
-    def restarts(self) -> bool:
+    def restartable(self) -> bool:
         """Ray starts workers again: in a resized group, or as its FailureConfig allows."""
         return True
 

@@ -61,7 +61,7 @@ class Torchrun(Engine):
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     @property
-    def restarts(self) -> bool:
+    def restartable(self) -> bool:
         """Whether there is an agent."""
         return RUN_ID in os.environ
 
@@ -73,7 +73,7 @@ class Torchrun(Engine):
     @property
     def memory_name(self) -> str | None:
         """The id of the run, or the agent itself where the run has none."""
-        if not self.restarts:
+        if not self.restartable:
             return None
         run_id = os.environ[RUN_ID]
         return f"agent-{self._agent}" if run_id == NO_RUN_ID else run_id
@@ -85,7 +85,7 @@ class Torchrun(Engine):
 
     def orphaned(self) -> bool:
         """Whether the agent is gone: then nobody supervises this worker any more."""
-        if not self.restarts:
+        if not self.restartable:
             return False
         if os.getppid() != self._parent:
             return True
@@ -103,7 +103,7 @@ class Torchrun(Engine):
             while time.monotonic() < deadline and not self.stop.asked:
                 time.sleep(0.02)
             raise SystemExit(self.stop.exit_code if self.stop.asked else RESTART)
-        if self.restarts and not self.orphaned() and self.stop.signal != signal.SIGTERM:
+        if self.restartable and not self.orphaned() and self.stop.signal != signal.SIGTERM:
             os.kill(self._agent, signal.SIGTERM)
         raise SystemExit(self.stop.exit_code)
 

@@ -193,7 +193,7 @@ def check_taken_up(run_dir: Path, *, traced: bool) -> None:
             "the script did not take up the trace: it ended without a step of a model in "
             "AdaptiveDataParallel on batches of an AdaptiveDataLoader"
         )
-    if traced and not all(start.trace for start in starts):
+    if traced and not all(start.replays for start in starts):
         raise NotTakenUp(
             "the script did not take up the trace: it trained, but not on the batches of an "
             "AdaptiveDataLoader, which follows the trace"

@@ -31,7 +31,7 @@ class Summary:
     """Class of the optimizer."""
     software: str = ""
     """Versions of resilin, torch and Python."""
-    trace: str = ""
+    replays: str = ""
     """The batch-size trace that was replayed, if one was."""
     reference: int | None = None
     """The reference batch."""
@@ -87,7 +87,7 @@ class Summary:
         rows = [
             ("script", self.script or "-"),
             ("rule", ", ".join(filter(None, (self.rule, self.optimizer))) or "-"),
-            *([("replayed trace", self.trace)] if self.trace else []),
+            *([("replayed trace", self.replays)] if self.replays else []),
             ("duration", span(self.seconds)),
             ("done (reference steps)", amount(self.steps_done) + total),
             ("progress (reference steps)", amount(self.progress)),
@@ -130,7 +130,7 @@ def summarise(run: Run) -> Summary:
         rule=start.rule if start else "",
         optimizer=start.optimizer if start else "",
         software=start.software if start else "",
-        trace=start.trace if start else "",
+        replays=start.replays if start else "",
         reference=reference,
         seconds=seconds,
         steps=int(made),

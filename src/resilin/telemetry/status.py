@@ -208,7 +208,7 @@ class Status:
     def as_dict(self, now: float) -> dict[str, Any]:
         """All of it as JSON values; what is unknown or not finite is None."""
         start, step = self.start, self.step
-        told = ("script", "rule", "optimizer", "reference", "hosts", "total_steps", "trace")
+        told = ("script", "rule", "optimizer", "reference", "hosts", "total_steps", "replays")
         made = [field.name for field in fields(events.StepEvent) if field.name not in _ELSEWHERE]
         values: dict[str, Any] = {
             "name": self.name,

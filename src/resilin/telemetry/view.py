@@ -217,8 +217,8 @@ def _what(status: Status) -> str:
     if start is None:
         return "what is trained has not been told yet"
     parts = [start.script or "?", f"{start.optimizer}, {start.rule}"]
-    if start.trace:
-        parts.append(f"replays {start.trace}")
+    if start.replays:
+        parts.append(f"replays {start.replays}")
     return "  |  ".join(parts)
 
 

@@ -130,7 +130,7 @@ class Autoscaler:
         compute = max(seconds - sync, 1e-9) / plan.steps
         self._profile = self._profile.observe(
             StepTime(
-                nodes=engine.num_hosts,
+                hosts=engine.num_hosts,
                 replicas=engine.num_replicas,
                 local_bsz=plan.global_batch_size / plan.replicas / plan.steps,
                 accumulation_steps=plan.steps,
@@ -145,7 +145,7 @@ class Autoscaler:
         decision = replace(self._tuner, bounds=self.bounds).decide(
             profile=self._profile,
             noise=None if job.model is None else job.model.sample_noise,
-            nodes=engine.num_hosts,
+            hosts=engine.num_hosts,
             replicas=engine.num_replicas,
             batch_size=before,
             explored=self._explored / self._seconds if self._seconds else 0.0,

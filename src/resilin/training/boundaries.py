@@ -6,7 +6,7 @@ where the loader is not one of resilin's.
 
 from __future__ import annotations
 
-from resilin.engine import environment
+from resilin.engine import environment, lost
 from resilin.training.job import Job
 from resilin.training.protection import from_environment
 from resilin.training.recorder import Recorder, log_directory
@@ -17,6 +17,8 @@ def start(job: Job) -> Recovery:
     """Starts the job, once: restores the newest state there is."""
     if job.recovery is None:
         environment.log_to_stderr()
+        if job.engine.restartable:
+            lost.tell_briefly(job.engine.replica)
         job.recovery = Recovery(job, job.protection or from_environment())
         job.recovery.start()
         job.recorder = Recorder(job, log_directory(job), job.recovery.resumed_from)

@@ -30,12 +30,12 @@ def hints(max_replicas: int = 64) -> dict[str, Any]:
         max_replicas: Up to how many replicas the speedup is told, at powers of two.
 
     Returns:
-        A dict that `json.dumps` takes. `version`; `placement` (nodes, replicas); `batch`
+        A dict that `json.dumps` takes. `version`; `placement` (hosts, replicas); `batch`
         (reference, current, max_batch_size, local_bsz_bounds, gradient_accumulation); `progress`
         (steps, samples, progress in reference steps, total if known); `noise` (sqr_norm, and
         trace per sample) or None; `throughput` (the fields of
         `resilin.core.throughput.ThroughputModel`) or None while no step was measured; `speedup`
-        (replicas, and best goodput over that of one replica on one node; 0 where the bounds
+        (replicas, and best goodput over that of one replica on one host; 0 where the bounds
         allow no plan) or None without a throughput.
 
     Raises:
@@ -55,7 +55,7 @@ def hints(max_replicas: int = 64) -> dict[str, Any]:
     model = fit(observed).model if observed else None
     return {
         "version": VERSION,
-        "placement": {"nodes": job.engine.num_hosts, "replicas": job.engine.num_replicas},
+        "placement": {"hosts": job.engine.num_hosts, "replicas": job.engine.num_replicas},
         "batch": {
             "reference": autoscaler.reference,
             "current": autoscaler.batch_size,
@@ -80,9 +80,9 @@ def _speedup(
 ) -> dict[str, list[float]]:
     job = current_job()
     replicas = 2 ** np.arange(int(np.log2(max_replicas)) + 1)
-    # Nodes as full as they are now.
-    per_node = -(-job.engine.num_replicas // job.engine.num_hosts)
-    nodes = -(-replicas // per_node)
-    values = best_goodput(model, noise, autoscaler.reference, autoscaler.bounds, nodes, replicas)
+    # Hosts as full as they are now.
+    per_host = -(-job.engine.num_replicas // job.engine.num_hosts)
+    hosts = -(-replicas // per_host)
+    values = best_goodput(model, noise, autoscaler.reference, autoscaler.bounds, hosts, replicas)
     base = values[0] if values[0] > 0 else 1.0
     return {"replicas": replicas.tolist(), "speedup": (values / base).tolist()}

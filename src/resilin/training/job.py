@@ -26,6 +26,7 @@ from resilin.core.profile import StepProfile
 from resilin.core.rules import Factors, ScalingRule
 from resilin.engine.base import Engine
 from resilin.engine.group import detect
+from resilin.training.ballot import Voter
 from resilin.training.protection import Protection
 from resilin.training.registry import Registry
 
@@ -109,18 +110,6 @@ class CommittingLoader(Protocol):
 
     def measured_forward(self) -> AbstractContextManager[None]:
         """Surrounds the forward pass of the current micro-batch."""
-        ...
-
-
-class Voter(Protocol):
-    """Who has something to say in the ballot of each step, and acts on what all have said."""
-
-    def votes(self) -> tuple[float, ...]:
-        """What this replica says: as many numbers as the other replicas do."""
-        ...
-
-    def counted(self, votes: tuple[float, ...]) -> None:
-        """What all replicas together have said in the ballot of a step: the sums."""
         ...
 
 

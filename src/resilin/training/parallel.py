@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 import statistics
 import time
@@ -34,6 +33,7 @@ from resilin.core.rules import (
 )
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
 from resilin.training import steering
+from resilin.training.ballot import Ballot
 from resilin.training.boundaries import begin_step
 from resilin.training.estimates import NoiseEstimates
 from resilin.training.gradstats import GroupNorms, MeasureSchedule
@@ -132,14 +132,14 @@ class AdaptiveDataParallel(nn.Module):
         )
         self._measures = chosen.adaptive or stats_every != "auto"
         self._job = current_job()
+        self._ballot = Ballot(self._job.voters)
         self._gradient = StepGradient(
             model,
             GroupNorms(optimizer, model.parameters()),
             dict(ddp_kwargs),
             self._job.engine,
-            self._own_votes,
+            self._ballot.cast,
         )
-        self._num_votes: list[int] = []
         self._seen: MicroBatch | None = None
         self._weight: float | None = None
         self._factors: tuple[Factors, ...] = (Factors(),) * len(optimizer.param_groups)
@@ -283,17 +283,6 @@ class AdaptiveDataParallel(nn.Module):
             yield
         finally:
             self._weight = None
-
-    def _own_votes(self) -> tuple[float, ...]:
-        own = [voter.votes() for voter in self._job.voters]
-        self._num_votes = [len(votes) for votes in own]
-        return tuple(itertools.chain(*own))
-
-    def _count_votes(self) -> None:
-        votes = iter(self._gradient.votes())
-        for voter, num in zip(self._job.voters, self._num_votes, strict=False):
-            voter.counted(tuple(itertools.islice(votes, num)))
-        self._num_votes = []
 
     def measures_next(self) -> bool:
         """Whether noise is measured in the next step; a lone replica then splits it in two."""
@@ -449,7 +438,7 @@ class AdaptiveDataParallel(nn.Module):
         self._estimates.schedule.committed(measured=self._gradient.measure)
         self._step_seconds.append(now - self._committed_at)
         self._committed_at = now
-        self._count_votes()
+        self._ballot.count(self._gradient.votes())
         self._gradient.reset()
         self._prepared = None
 

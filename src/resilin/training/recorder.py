@@ -216,7 +216,7 @@ class Recorder:
                 resumed=bool(resumed),
                 # Without its arguments: logs are read and sent around, and these may be secrets.
                 script=sys.argv[0],
-                trace=job.replays,
+                replays=job.replays,
                 software=f"resilin {__version__}, torch {torch.__version__}, "
                 f"Python {platform.python_version()}",
             )

@@ -85,7 +85,7 @@ class Recovery:
     def start(self) -> None:
         """Restores the newest state that any replica can find."""
         engine = self._engine
-        if engine.restarts:
+        if engine.restartable:
             # One host may keep no copies; it takes part all the same.
             self.active = any(engine.gather(self.active))
         if not self.active:
@@ -135,7 +135,7 @@ class Recovery:
             return
         self._listening = True
         engine.stop.listen()
-        if not isinstance(engine, Torchrun) or not engine.restarts:
+        if not isinstance(engine, Torchrun) or not engine.restartable:
             return
         me = (engine.host, Peer(os.getpid(), process_start(os.getpid())))
         everyone = engine.gather(me)

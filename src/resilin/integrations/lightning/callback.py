@@ -54,7 +54,7 @@ class Elastic(Callback):
         if isinstance(trainer.val_check_interval, float):
             trainer.val_check_batch = math.inf
         job.total_epochs = None if trainer.max_epochs == -1 else trainer.max_epochs
-        if job.engine.restarts:
+        if job.engine.restartable:
             # The Trainer's handlers communicate in the middle of whatever a replica is doing.
             trainer._signal_connector.teardown()
         job.registry.add(LOOPS, TrainerState(trainer))
