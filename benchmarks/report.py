@@ -4,7 +4,8 @@
 
 A log of a million steps (quick: the same) is written as a job writes it, with a rescale, a fault
 and a checkpoint now and then, and decisions every 20 steps. The report is then made by the command,
-in a process of its own.
+three times, each in a process of its own; the fastest counts, because the machine may do other
+things, and the slowest is told too.
 """
 
 from __future__ import annotations
@@ -133,6 +134,17 @@ def write(folder: Path) -> float:
     return time.perf_counter() - began
 
 
+def measure(command: list[str]) -> tuple[float, float, float]:
+    """Runs a command; returns its seconds, those of the processor, and its peak memory in GB."""
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - began
+    if status:
+        raise SystemExit(f"{command} failed with status {status}")
+    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e9
+
+
 def main() -> None:
     args = parse_args(__doc__ or "")
     with tempfile.TemporaryDirectory() as temporary:
@@ -141,19 +153,15 @@ def main() -> None:
         size = sum(path.stat().st_size for path in run.iterdir())
         page = Path(temporary) / "report.html"
         command = [sys.executable, "-m", "resilin.cli", "report", str(run), "--out", str(page)]
-        began = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - began
-        if status:
-            raise SystemExit(f"resilin report failed with status {status}")
+        seconds, cpu_seconds, peak = zip(*(measure(command) for _ in range(3)), strict=True)
         figures = {
             "steps": STEPS,
             "write_us_per_step": round(1e6 * written / STEPS, 2),
             "log_mb": round(size / 1e6, 1),
-            "report_seconds": round(seconds, 2),
-            "report_cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
-            "report_gb": round(usage.ru_maxrss * 1024 / 1e9, 3),
+            "report_seconds": round(min(seconds), 2),
+            "report_seconds_worst": round(max(seconds), 2),
+            "report_cpu_seconds": round(min(cpu_seconds), 2),
+            "report_gb": round(max(peak), 3),
             "page_mb": round(page.stat().st_size / 1e6, 2),
         }
     finish("report", figures, LIMITS, check=args.check)

@@ -150,6 +150,27 @@ def test_a_broken_field_is_named(change, message):
         from_json(json.dumps({**json.loads(to_json(STEP)), **change}))
 
 
+def test_lines_like_others_before_them_are_still_looked_at():
+    body = json.loads(to_json(STEP))
+    for loss in (0.5, 0.25):
+        event = from_json(json.dumps({**body, "loss": loss, "metrics": {"a": 1}}))
+        assert event == dataclasses.replace(STEP, loss=loss, metrics={"a": 1.0})
+        assert type(event.metrics["a"]) is float
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            event.loss = 1.0
+    # The same fields in another order, and the same types with other contents.
+    assert from_json(json.dumps(dict(reversed(body.items())))) == STEP
+    with pytest.raises(EventError, match=r"step\.metrics\.a \('much'\) must be float"):
+        from_json(json.dumps({**body, "metrics": {"a": "much"}}))
+    for seconds, what in (("inf", math.inf), ("long", None)):
+        line = json.dumps({**body, "seconds": seconds})
+        if what is None:
+            with pytest.raises(EventError, match=r"step\.seconds \('long'\) must be float"):
+                from_json(line)
+        else:
+            assert from_json(line).seconds == what
+
+
 def test_a_missing_field_is_named():
     body = json.loads(to_json(STEP))
     del body["gain"]
@@ -259,7 +280,7 @@ def test_the_schema_is_frozen():
     schema = {name: [f.name for f in dataclasses.fields(kind)] for name, kind in EVENTS.items()}
     head = ["time", "step", "generation"]
     size = ["epoch", "replicas", "batch_size", "local_bsz", "accumulation_steps", "samples"]
-    length = ["clock", "total_steps", "steps_per_epoch", "resumed", "script", "trace", "software"]
+    length = ["clock", "total_steps", "steps_per_epoch", "resumed", "script", "replays", "software"]
     worth = ["progress", "scale", "gain", "lr_factor", "lr", "sqr_norm", "trace"]
     assert VERSION == 1
     assert schema == {

@@ -184,7 +184,7 @@ def test_a_checkpoint_restores_all_of_it(profile, later):
         (lambda state: state.update(clock=-1), r"clock \(-1.0\) must be at least 0"),
         (lambda state: state.update(clock=0.5), r"time of a measurement \(1.0\) must be at most"),
         (lambda s: s["windows"][0]["measured"][0].__setitem__(1, 0), r"compute_seconds \(0.0\)"),
-        (lambda s: s["windows"][0]["key"].__setitem__(0, 3), r"replicas \(2\) must be at least no"),
+        (lambda s: s["windows"][0]["key"].__setitem__(0, 3), r"replicas \(2\) must be at least ho"),
         (lambda s: s["windows"][0].update(measured=[]), "has 0 measurements; it must have 1 to 9"),
     ],
 )

@@ -44,6 +44,19 @@ def test_a_plain_pass_in_order():
     assert [indices(b) for b in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_example_builds_a_model_and_uses_nothing_up(workers):
+    loader = resilin.AdaptiveDataLoader(Numbers(10), batch_size=4, num_workers=workers)
+    net = torch.nn.LazyLinear(2)
+    net(loader.example()["x"])
+    assert net.in_features == 1
+    passed = []
+    for batch in loader:
+        passed += indices(batch)
+        assert indices(loader.example()) == [0]
+    assert passed == list(range(10))
+
+
 def test_drop_last_drops_the_remainder_of_the_epoch():
     loader = resilin.AdaptiveDataLoader(Numbers(10), batch_size=4, drop_last=True)
     assert [indices(b) for b in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]

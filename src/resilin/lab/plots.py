@@ -113,8 +113,16 @@ def _mark(ax: Axes, run: Run, unit: TimeUnit, colour: str | None) -> None:
         times = np.unique(times[np.isfinite(times)])
         # An even choice, where there are more than anybody could tell apart.
         times = times[:: -(-len(times) // MOST_MARKS) or 1]
-        for time in (times - began) / unit.seconds:
-            ax.axvline(time, color=colour or own, linestyle=dashes, linewidth=0.9, zorder=1.5)
+        ax.vlines(
+            (times - began) / unit.seconds,
+            0.0,
+            1.0,
+            transform=ax.get_xaxis_transform(),
+            color=colour or own,
+            linestyle=dashes,
+            linewidth=0.9,
+            zorder=1.5,
+        )
 
 
 def _handles(runs: Sequence[Run], *, marks: bool) -> list[Line2D]:

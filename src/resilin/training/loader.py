@@ -212,6 +212,13 @@ class AdaptiveDataLoader:
         """Samples of the micro-batch at hand that count; 0 if it is only there to take part."""
         return self._current_samples
 
+    def example(self) -> Any:
+        """A batch of one sample, to build a model with, such as one of lazy modules.
+
+        It is fetched in this process, and is no part of the order: nothing is used up by it.
+        """
+        return self._fetcher.one(0)
+
     def to_tensorboard(self, writer: SummaryWriter, step: int, prefix: str = PREFIX) -> None:
         """Writes the sizes of the current step.
 

@@ -142,8 +142,3 @@ def hold_out(arrays: Any, part: float) -> tuple[Any, Any]:
         )
 
     return cut(slice(0, at)), cut(slice(at, None))
-
-
-def example(loader: AdaptiveDataLoader) -> Any:
-    """A batch of one sample, to build a model with."""
-    return loader._fetcher.one(0)

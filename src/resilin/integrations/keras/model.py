@@ -224,7 +224,7 @@ class Model:
         self._loader = loader
         if self._sizing is not None:
             self._sizing(loader)
-        self.model._symbolic_build(data_batch=data.example(loader))
+        self.model._symbolic_build(data_batch=loader.example())
         steps = self._make_steps()
         listed = fit.make_callbacks(
             self.model, callbacks, verbose=verbose, epochs=epochs, steps=len(loader)
