@@ -60,12 +60,13 @@ def job(tmp_path):
     yield start
     for agent in agents:
         agent.kill()
-        agent.communicate(timeout=TIMEOUT)
     for file in (tmp_path / "out").iterdir():
         pid = int(file.name.rpartition("-")[2])
         with contextlib.suppress(ProcessLookupError):
             if pid:
                 os.kill(pid, signal.SIGKILL)
+    for agent in agents:
+        agent.communicate(timeout=TIMEOUT)  # behind the workers, which hold its pipes
 
 
 def clean_environment():
