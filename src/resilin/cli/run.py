@@ -168,7 +168,12 @@ def _quiet() -> None:
     """Leaves the word to our own lines, unless torch's are asked for with LOGLEVEL."""
     if "LOGLEVEL" in os.environ:
         return
-    rooms = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
+    rooms = (
+        "torch.distributed.elastic",
+        "torch.distributed.launcher",
+        "torch.distributed.run",
+        "torch.multiprocessing",
+    )
     # torch gives each of its loggers a level of its own, so there is no one place to set it.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(rooms):
