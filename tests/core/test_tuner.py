@@ -234,6 +234,8 @@ def test_every_decision_says_why_with_its_numbers():
             assert decision.reason.startswith(f"tries {decision.batch_size} instead of {size}:")
             assert re.search(r"costs at most [\d.]+% of the goodput", decision.reason)
             assert "of at most 2.00%" in decision.reason
+            (share,) = re.findall(r"trials took ([\d.]+)% of the time", decision.reason)
+            assert ("only those begin that" in decision.reason) == (float(share) >= 2.0)
             kinds.add("tries")
         elif decision.batch_size != size:
             assert decision.reason.startswith(f"{size} -> {decision.batch_size}: promises +")
