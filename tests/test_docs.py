@@ -19,8 +19,9 @@ EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 
 
 def run(*args: object) -> str:
-    # One thread: examples are small, and several may run at once.
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # One thread: examples are small, and several may run at once. Ray would make its workers wait
+    # for all others.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
     command = [sys.executable, *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -40,6 +40,8 @@ def cluster(tmp_path_factory):
         "OMP_NUM_THREADS": "1",
         "RESILIN_RUN_DIR": "off",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's own choice is 15: beside any other busy process, workers would hardly run.
+        "RAY_worker_niceness": "0",
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.3",
         # How long Ray waits for a node that is gone before it makes do without.
