@@ -32,6 +32,7 @@ class BatchPlan:
     Equal replicas run the same number of micro-batches whenever there are enough samples, so
     that they reach the reduction together; their micro-batch sizes differ by at most one. With
     equal replicas each answer is closed-form: nothing of the size of the job is ever built.
+    `steps`, `batch_size` and `gpus` are what users of accumulation planners call these things.
 
     Raises:
         PlanError: The bounds leave no way to split this batch over this many replicas.
@@ -157,7 +158,7 @@ class BatchPlan:
 
     @property
     def gpus(self) -> int:
-        """The name that users of accumulation planners know for `replicas`."""
+        """The same as `replicas`."""
         return self.replicas
 
     def _check_replica(self, replica: int) -> None:
