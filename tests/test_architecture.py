@@ -60,6 +60,11 @@ def test_every_path_on_the_page_is_there():
     assert places - found == set()
 
 
+def test_no_module_is_too_long_to_be_read_at_once():
+    lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {path.name: length for path, length in lengths.items() if length > 500} == {}
+
+
 def test_a_name_that_is_wrong_would_be_found():
     page = "| in `core/` | what |\n|---|---|\n| `plan`, `stram` | x `y` |\n| `sub/` | z |\n"
     assert named(page) == {"core/plan", "core/stram", "core/sub"}

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from resilin.integrations.lightning.steps import InSteps
 from resilin.telemetry.tensorboard import PREFIX
 from resilin.training.boundaries import end_training, start
 from resilin.training.carried import CarriedState
 from resilin.training.epochs import begin_epoch
 from resilin.training.job import current_job
 from resilin.training.readout import read_out
-
-if TYPE_CHECKING:
-    from resilin.integrations.lightning.strategy import ElasticStrategy
 
 LOOPS = "lightning"
 """The name of the Trainer's own state in that of the job."""
@@ -147,10 +145,8 @@ class TrainerState:
             current.completed = current.processed  # type: ignore[attr-defined]
 
 
-def _strategy(trainer: Trainer) -> ElasticStrategy:
-    from resilin.integrations.lightning.strategy import ElasticStrategy
-
-    if not isinstance(trainer.strategy, ElasticStrategy):
+def _strategy(trainer: Trainer) -> InSteps:
+    if not isinstance(trainer.strategy, InSteps):
         raise ValueError(
             f"strategy ({type(trainer.strategy).__name__}) must be an ElasticStrategy where the "
             "callback Elastic is used"

@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from resilin.training.epochs import begin_epoch
 from resilin.training.job import current_job
 from resilin.training.loader import AdaptiveDataLoader
+from resilin.training.parallel import AdaptiveDataParallel
 
 
 def launched() -> dict[str, int]:
@@ -75,3 +76,12 @@ class Steps:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` returned."""
         self.loader.load_state_dict(state)
+
+
+class InSteps:
+    """What callbacks may know of a strategy that trains in steps."""
+
+    parallel: AdaptiveDataParallel | None = None
+    """The model in training; None before and after."""
+    steps: Steps | None = None
+    """The train dataloader, step by step; None before the Trainer has asked for it."""

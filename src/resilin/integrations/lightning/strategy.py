@@ -23,7 +23,7 @@ from resilin.integrations.lightning.refusals import (
     check_synced_logs,
     check_trainer,
 )
-from resilin.integrations.lightning.steps import Steps
+from resilin.integrations.lightning.steps import InSteps, Steps
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
 
@@ -31,7 +31,7 @@ NEVER = sys.maxsize
 """A frequency at which the Trainer does not step a scheduler: a clock does that."""
 
 
-class ElasticStrategy(DDPStrategy):
+class ElasticStrategy(InSteps, DDPStrategy):
     """Trains with `AdaptiveDataParallel` on whatever number of processes there is.
 
     Give it to a Trainer, and an `AdaptiveDataLoader` as the train dataloader. A batch of the
@@ -75,10 +75,6 @@ class ElasticStrategy(DDPStrategy):
             "stats_budget": stats_budget,
             "tokens_per_step": tokens_per_step,
         }
-        self.parallel: AdaptiveDataParallel | None = None
-        """The model in training; None before and after."""
-        self.steps: Steps | None = None
-        """The train dataloader, step by step; None before the Trainer has asked for it."""
 
     @property
     def _trainer(self) -> Trainer:
