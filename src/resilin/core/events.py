@@ -358,10 +358,10 @@ def _shape(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     return get_origin(hint), get_args(hint)
 
 
-class _Shape(NamedTuple):
-    """What to do with the fields of an object, once their names and types are known to be right.
+class _Recipe(NamedTuple):
+    """How to make an object of fields whose names and types were right before.
 
-    A log has millions of lines of a few shapes, and looking at each field is most of reading it.
+    A log has millions of lines of a few kinds, and looking at each field is most of reading it.
     """
 
     looks: tuple[tuple[str, Any], ...]
@@ -370,13 +370,13 @@ class _Shape(NamedTuple):
     """What sets each field, in order."""
 
 
-_shapes: dict[tuple[Any, ...], _Shape] = {}
-_MOST_SHAPES = 1000
+_recipes: dict[tuple[Any, ...], _Recipe] = {}
+_MOST_RECIPES = 1000
 
 
 def _build(cls: type[Any], body: dict[str, Any], where: str) -> Any:
     key = (cls, *body, *map(type, body.values()))
-    known = _shapes.get(key)
+    known = _recipes.get(key)
     if known is not None:
         for name, hint in known.looks:
             body[name] = _typed(hint, body[name], f"{where}.{name}")
@@ -396,8 +396,8 @@ def _build(cls: type[Any], body: dict[str, Any], where: str) -> Any:
         elif is_required:
             raise EventError(f"{where}.{name} is missing")
     is_whole = len(values) == len(body) == len(_plan(cls))  # type: ignore[arg-type]
-    if is_whole and len(_shapes) < _MOST_SHAPES:
-        _shapes[key] = _Shape(tuple(looks), tuple(getattr(cls, name).__set__ for name in body))
+    if is_whole and len(_recipes) < _MOST_RECIPES:
+        _recipes[key] = _Recipe(tuple(looks), tuple(getattr(cls, name).__set__ for name in body))
     return cls(**values)
 
 

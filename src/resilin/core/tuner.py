@@ -243,7 +243,7 @@ class Tuner:
         budget = f"trials took {explored:.2%} of the time, of at most {self.explore_budget:.2%}"
         if explored >= self.explore_budget and open_to.any():
             # What is expected to cost nothing does not wait for the budget.
-            budget += "; until then only those begin that are expected to cost nothing"
+            budget += "; above that only those begin that are expected to cost nothing"
             kept = f"{kept}; {budget}"
             open_to &= gain >= 0
         if not open_to.any() or not self.explore_budget:

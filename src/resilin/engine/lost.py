@@ -36,7 +36,8 @@ def tell_briefly(replica: int) -> None:
     """Makes this process end with one line, not a traceback, when another one was lost.
 
     Only where the launcher has asked for a log, and not for all of it: `RESILIN_LOG=DEBUG` keeps
-    tracebacks. Call it once in a process, behind the initialisation of the process group.
+    tracebacks. Call it behind the initialisation of the process group, whose own hook would come
+    before this one; twice does no harm.
     """
     if os.environ.get(environment.LOG, "DEBUG").upper() == "DEBUG":
         return
