@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -85,32 +86,77 @@ def test_a_tensor_file_executes_nothing(checkpoints, marker, form, hidden):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(
-    ("thing", "message"),
-    [
-        (b"bytes", "a tensor expected, found a bytes"),
-        ({"x": TENSOR}, "a tensor expected, found a dict"),
-        (torch.eye(100).to_sparse(), "torch.strided on cpu expected, found torch.sparse_coo"),
-        (TENSOR.double(), r"torch.float32 of \(1000,\) expected, found torch.float64"),
-        (TENSOR[:7].clone(), r"\(1000,\) expected, found torch.float32 of \(7,\)"),
-        (
-            torch.empty(1000, device="meta"),
-            "torch.strided on cpu expected, found torch.strided on meta",
-        ),
-    ],
-)
-def test_anything_but_the_tensor_is_refused(checkpoints, thing, message):
+def forge(checkpoints, data):
+    """A checkpoint whose only tensor is in these bytes, with sums that fit."""
     commit = saved(checkpoints)
-    data = archive(thing)
-    Path(commit.path, "__0_0.distcp").write_bytes(data + bytes(8000))
+    Path(commit.path, "__0_0.distcp").write_bytes(data)
 
     def moved(tensors):
-        tensors["x"].update(offset=0, length=max(len(data), 4000))
+        tensors["x"].update(offset=0, length=len(data))
         return tensors
 
     recommit(Path(commit.path), tensors=moved)
     (forged,) = checkpoints.commits()
+    return forged
+
+
+def padded(data):
+    """As long as the tensor says it is, with a record that nobody reads."""
+    stream = io.BytesIO(data)
+    with zipfile.ZipFile(stream, "a") as archive:
+        archive.writestr("archive/pad", bytes(4000))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("thing", "message"),
+    [
+        (b"bytes", "one tensor of 4000 bytes expected, found none"),
+        ({"x": TENSOR}, "a tensor expected, found a dict"),
+        (torch.nn.Parameter(TENSOR), "a tensor expected, found a Parameter"),
+        (torch.eye(100).to_sparse(), r"one tensor of 4000 bytes expected, found \[1600\]"),
+        (TENSOR.double(), r"one tensor of 4000 bytes expected, found \[8000\]"),
+        (TENSOR.int(), r"torch.float32 of \(1000,\) expected, found torch.int32"),
+        (TENSOR.view(10, 100), r"\(1000,\) expected, found torch.float32 of \(10, 100\)"),
+        (TENSOR[:7].clone(), r"one tensor of 4000 bytes expected, found \[28\]"),
+        (TENSOR[:7], r"\(1000,\) expected, found torch.float32 of \(7,\)"),
+        (torch.empty(1000, device="meta"), "one tensor of 4000 bytes expected, found none"),
+    ],
+)
+def test_anything_but_the_tensor_is_refused(checkpoints, thing, message):
     with pytest.raises(CorruptCheckpoint, match=message):
+        checkpoints.load(forge(checkpoints, padded(archive(thing))))
+
+
+def test_a_tensor_that_is_compressed_is_refused_before_it_takes_memory(checkpoints):
+    # One that takes no more than announced is refused too: torch saves none.
+    packed = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(archive(TENSOR))) as old,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for record in old.infolist():
+            content = old.read(record)
+            if record.filename.endswith("data/0"):
+                content = bytes(4_000_000)
+            if record.filename.endswith("data.pkl"):
+                many = b"J" + (1_000_000).to_bytes(4, "little")
+                content = content.replace(b"M\xe8\x03", many)
+            new.writestr(record.filename, content)
+    # As is, torch would take it.
+    data = packed.getvalue()
+    assert torch.load(io.BytesIO(data), weights_only=True).shape == (1_000_000,)
+    forged = forge(checkpoints, data)
+    with pytest.raises(CorruptCheckpoint, match=r"x: ValueError: stored records expected"):
+        checkpoints.load(forged)
+
+
+def test_a_storage_larger_than_its_bytes_is_refused(checkpoints):
+    # torch 2.6 would hand out the memory next to it: it believes what the pickle says.
+    data = archive(TENSOR)
+    number = b"M\xe8\x03"  # 1000, of the storage, and later of the shape
+    forged = forge(checkpoints, data.replace(number, b"M\xe9\x03", 1))
+    with pytest.raises(CorruptCheckpoint, match=r"4000 bytes.* 4004\b"):
         checkpoints.load(forged)
 
 

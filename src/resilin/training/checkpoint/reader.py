@@ -15,6 +15,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from resilin.training.checkpoint import archive
 from resilin.training.checkpoint.commit import Commit, Entry
 from resilin.training.checkpoint.errors import CheckpointError, CorruptCheckpoint
 from resilin.training.checkpoint.peers import Peers
@@ -110,6 +111,7 @@ def _sum_up(stream: IO[bytes], num_bytes: int, crc32: int) -> int:
 
 
 def _tensor(data: bytes, entry: Entry) -> Tensor:
+    archive.check(data, entry.num_bytes)
     tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if type(tensor) is not Tensor:
         raise ValueError(f"a tensor expected, found a {type(tensor).__qualname__}")
@@ -122,6 +124,10 @@ def _tensor(data: bytes, entry: Entry) -> Tensor:
             f"{entry.torch_dtype} of {entry.shape} expected, found {tensor.dtype} of "
             f"{tuple(tensor.shape)}"
         )
+    # torch takes the size of the storage from the pickle: more than the record would be the memory
+    # next to it.
+    if (found := tensor.untyped_storage().nbytes()) != entry.num_bytes:
+        raise ValueError(f"a storage of {entry.num_bytes} bytes expected, found {found}")
     return tensor.detach().contiguous()
 
 
