@@ -12,14 +12,36 @@ from resilin.training.gradstats import MeasureSchedule
 
 
 class NoiseEstimates:
-    """Averages of the measured noise, and the schedule by which it is measured."""
+    """Averages of the measured noise, and the schedule by which it is measured.
 
-    def __init__(self, num_groups: int, schedule: MeasureSchedule) -> None:
+    Args:
+        num_groups: Parameter groups of the optimizer.
+        schedule: Which steps are measured.
+        adaptive: Whether the scaling rule uses the noise.
+    """
+
+    def __init__(self, num_groups: int, schedule: MeasureSchedule, adaptive: bool = True) -> None:
         self.schedule = schedule
         """Which steps are measured."""
+        self._adaptive = adaptive
         self._num_groups = num_groups
         self._averages: list[NoiseAverage] | None = None
         self._unmeasured = 0.0
+
+    def due(self, *, autoscaled: bool, split_at: float | None = None) -> bool:
+        """Whether the next step is to be measured.
+
+        Args:
+            autoscaled: Whether an autoscaler chooses the batch size by the noise.
+            split_at: Scale of a step that would have to be split in two for it alone, which
+                changes losses that couple samples. At the reference batch the gain is 1 whatever
+                the noise, and below it the smallest gain is safe: there nothing is split, unless
+                the user or an autoscaler asks for the noise. None if nothing has to be split.
+        """
+        wanted = autoscaled or self.schedule.asked
+        if split_at is None or split_at > 1:
+            wanted = wanted or self._adaptive
+        return wanted and self.schedule.due()
 
     @property
     def group_noise(self) -> list[Noise | None]:

@@ -105,6 +105,11 @@ class MeasureSchedule:
         self._since = 0
         self._measured = 0
 
+    @property
+    def asked(self) -> bool:
+        """Whether the user gave a number of steps: measured at any batch size and by any rule."""
+        return self._every != "auto"
+
     def due(self) -> bool:
         """Whether the step that begins now is to be measured."""
         return self._measured < (self.FIRST if self._every == "auto" else 1) or (

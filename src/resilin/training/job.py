@@ -69,8 +69,8 @@ class TrainedModel(Protocol):
         """What the rule applied to each parameter group in the last step."""
         ...
 
-    def measures_next(self) -> bool:
-        """Whether noise is measured in the next step."""
+    def splits_next(self, scale: float) -> bool:
+        """Whether one replica splits the next step, of this scale, to measure its noise."""
         ...
 
     @property

@@ -246,18 +246,26 @@ class AdaptiveDataLoader:
         """What a step at this position would be by the sizes of now, and where it would end."""
         batch_size = self.current_batch_size
         span = self._stream.batch(position, batch_size, tail=self._tail)
-        plan = self._split_plan(self._sizes.plan(len(span), batch_size))
+        plan = self._split_plan(self._sizes.plan(len(span), batch_size), batch_size)
         mine = self._owners.positions(self._engine.replica, span)
         sizes = plan.micro_batches(self._owners.slot(self._engine.replica, span.start))
         ends = accumulate(sizes)
         return [mine[end - size : end] for size, end in zip(sizes, ends, strict=True)], span.stop
 
-    def _split_plan(self, plan: BatchPlan) -> BatchPlan:
-        """One replica measures noise by running an occasional batch in two halves."""
+    def _split_plan(self, plan: BatchPlan, batch_size: int) -> BatchPlan:
+        """Splits a step of one replica in two if its noise is to be measured.
+
+        Losses that couple samples change with the split, so the reference batch is left whole
+        unless somebody needs its noise. No piece has one sample, unless the reference batch has.
+        """
         model = current_job().model
-        alone = plan.replicas == 1 and plan.steps == 1 and plan.global_batch_size > 1
-        if alone and model is not None and model.training and model.measures_next():
-            return BatchPlan(plan.global_batch_size, 1, max_local_bsz=-(-plan.batch_size // 2))
+        samples = plan.global_batch_size
+        pieces = samples // 2 >= min(2, self.batch_size)
+        alone = plan.replicas == 1 and plan.steps == 1 and samples > 1
+        if alone and pieces and model is not None and model.training:
+            scale = step_scale(samples, batch_size, self.batch_size)
+            if model.splits_next(scale):
+                return BatchPlan(samples, 1, max_local_bsz=-(-plan.batch_size // 2))
         return plan
 
     # Iterating -----------------------------------------------------------------------------
@@ -382,7 +390,7 @@ class AdaptiveDataLoader:
             job.reference = self._reference()
         self._plan = self._sizes.plan(len(span), batch_size)
         self._sizes.begin_step(self._plan, whole=training and len(span) == batch_size)
-        limit = self._split_plan(self._plan).batch_size
+        limit = self._split_plan(self._plan, batch_size).batch_size
         mine = self._owners.positions(self._engine.replica, span)
         common: dict[str, Any] = {
             "samples": len(span),

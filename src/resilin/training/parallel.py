@@ -128,9 +128,8 @@ class AdaptiveDataParallel(nn.Module):
         self.tokens_per_step = tokens_per_step
         """Tokens in one reference step, if they are counted."""
         self._estimates = NoiseEstimates(
-            len(optimizer.param_groups), MeasureSchedule(stats_every, stats_budget)
+            len(optimizer.param_groups), MeasureSchedule(stats_every, stats_budget), chosen.adaptive
         )
-        self._measures = chosen.adaptive or stats_every != "auto"
         self._job = current_job()
         self._ballot = Ballot(self._job.voters)
         self._gradient = StepGradient(
@@ -285,10 +284,12 @@ class AdaptiveDataParallel(nn.Module):
             self._weight = None
 
     def measures_next(self) -> bool:
-        """Whether noise is measured in the next step; a lone replica then splits it in two."""
-        return (
-            self._measures or self._job.autoscaler is not None
-        ) and self._estimates.schedule.due()
+        """Whether noise is measured in the next step, if its gradient comes in several parts."""
+        return self._estimates.due(autoscaled=self._job.autoscaler is not None)
+
+    def splits_next(self, scale: float) -> bool:
+        """Whether one replica splits the next step, of this scale, to measure its noise."""
+        return self._estimates.due(autoscaled=self._job.autoscaler is not None, split_at=scale)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         micro = self._job.micro_batch
@@ -319,7 +320,10 @@ class AdaptiveDataParallel(nn.Module):
     def _begin_part(self, part: Part, *, first: bool) -> None:
         # The median: an evaluation between two steps is not a long step.
         usual = statistics.median(self._step_seconds) if self._step_seconds else math.inf
-        self._gradient.begin(part, first=first, measure=self.measures_next(), step_seconds=usual)
+        # One micro-batch alone has nothing to be compared with.
+        several = self._job.engine.num_replicas > 1 or not part.last
+        measure = several and self.measures_next()
+        self._gradient.begin(part, first=first, measure=measure, step_seconds=usual)
 
     def _size_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         if self._weight is not None:
