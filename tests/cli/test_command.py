@@ -225,3 +225,31 @@ def test_times():
     for text in ("", "0", "-1", "1w", "nan", "inf", "1e999"):
         with pytest.raises(values.argparse.ArgumentTypeError, match="is not a time above 0"):
             values.seconds(text)
+
+
+def test_no_table_and_no_finding_speaks_to_the_terminal(capsys, monkeypatch, tmp_path):
+    assert tables.to_text(("name",), [("a\x1b[2Jb",)]).splitlines() == ["name", "a?[2Jb"]
+    from resilin.cli import doctor
+
+    finding = doctor.Finding(verdict="fail", found="\x1b[2J", advice="see \x07" + "x" * 10**6)
+    monkeypatch.setattr(doctor, "CHECKS", {"one": lambda options: finding})
+    assert doctor.main([]) == 1
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert "\x07" not in said
+    assert len(said) < 10_000
+
+
+def test_the_log_of_workers_does_not_speak_to_the_terminal(tmp_path):
+    code = """
+import logging, resilin.engine.environment as environment
+environment.log_to_stderr()
+try:
+    raise ValueError("a\\nb")
+except ValueError:
+    logging.getLogger("resilin").warning("%s", "x\\x1b[2Jy\\nz", exc_info=True)
+"""
+    monkey = {**os.environ, "RESILIN_LOG": "INFO"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=monkey)
+    assert done.stderr.startswith("resilin: x?[2Jy z\nTraceback")

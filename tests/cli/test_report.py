@@ -92,3 +92,20 @@ def test_reporting_never_loads_torch_or_draws_on_a_screen(runs):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.usefixtures("one_panel")
+def test_a_log_cannot_speak_to_the_terminal(runs, capsys):
+    escape = "\\u001b]0;title\\u0007\\u001b[2J"  # as JSON writes it
+    name = "name\x1b]0;title\x07"
+    (runs / "a").rename(runs / name)
+    log = next((runs / name).glob("*.jsonl"))
+    long = '{"version": 1, "event": "' + "A" * 10**6 + '"}\n'
+    log.write_text(f'{{"version": 1, "event": "{escape}", "time": 1}}\n{long}' + log.read_text())
+    for arguments in ([str(runs / name), "--out", str(runs / "r.html")], [str(runs / f"no{name}")]):
+        report.main(arguments)
+        said = "".join(capsys.readouterr())
+        assert "\x1b" not in said
+        assert "\x07" not in said
+        assert len(said) < 10_000
+        assert "name?]0;title?" in said

@@ -10,11 +10,12 @@ import socket
 import subprocess
 import sys
 import time
+from importlib import import_module
 
 import pytest
 import torch.distributed as dist
 
-from resilin.cli import run
+from resilin.cli import options, preflight, run
 from resilin.core.events import FaultEvent
 from resilin.engine import environment
 from resilin.telemetry.read import read_events
@@ -331,3 +332,76 @@ while not (out / "go-0").exists():
     status, lines = ends(spare)
     assert (status, lines[-1]) == (0, "resilin: the job ended without need of this machine")
     assert len(told(tmp_path, "start")) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["no-such-script.py"], "there is no script 'no-such-script.py' (looked in "),
+        (["some-directory"], "there is no script 'some-directory'"),
+        (["-m", "no_such_package.train"], "there is no module 'no_such_package.train'"),
+        (["--no-python", "no-such-command"], "'no-such-command' is not a command"),
+        (
+            ["--checkpoint-dir", "nosuchprotocol://bucket/job", "train.py"],
+            "checkpoints cannot go to nosuchprotocol://bucket/job: Protocol not known",
+        ),
+        (
+            ["--checkpoint-dir", "needs-a-package://bucket", "train.py"],
+            "needs-a-package://bucket: a package is missing (pip it)",
+        ),
+    ],
+)
+def test_what_cannot_start_fails_at_once(tmp_path, monkeypatch, capsys, command, said):
+    known = import_module("fsspec.registry").known_implementations
+    missing = {"class": "no_such_package.FS", "err": "pip it"}
+    monkeypatch.setitem(known, "needs-a-package", missing)
+    monkeypatch.delenv(environment.CHECKPOINT_DIR, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("raise SystemExit('was started')")
+    (tmp_path / "some-directory").mkdir()
+    assert run.main(command) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("resilin: ")
+    assert said in error
+    assert error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["some-directory", "train.py"]
+
+
+def test_a_script_that_cannot_be_read_fails_at_once(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may read everything
+    assert run.main([str(tmp_path / "train.py")]) == 1
+    assert "cannot be read by user" in capsys.readouterr().err
+
+
+def test_a_place_for_checkpoints_that_is_named_in_the_environment_is_tried(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "train.py").write_text("raise SystemExit('was started')")
+    monkeypatch.setenv(environment.CHECKPOINT_DIR, "nosuchprotocol://bucket/job")
+    assert run.main([str(tmp_path / "train.py")]) == 1
+    assert "Protocol not known" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train.py"], ["-m", "json.tool"], ["package"], ["--no-python", "true"]]
+)
+def test_what_can_start_is_let_through(tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(environment.CHECKPOINT_DIR, raising=False)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("")
+    preflight.check(options.parser().parse_args(["--checkpoint-dir", "memory://a", *arguments]))
+    preflight.check(options.parser().parse_args(arguments))
+
+
+def test_an_error_of_a_network_is_left_to_the_workers(tmp_path, monkeypatch, capsys):
+    def fails(url):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("resilin.training.checkpoint.storage.url_to_fs", fails)
+    (tmp_path / "train.py").write_text("")
+    arguments = ["--checkpoint-dir", "s3://bucket/a", str(tmp_path / "train.py")]
+    preflight.check(options.parser().parse_args(arguments))
+    assert "workers will try (ConnectionError: no route)" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from dataclasses import asdict
 
 from resilin.cli import checks, storage, tables
 from resilin.cli.finding import Finding, Options
+from resilin.core.text import clean
 from resilin.engine import environment
 from resilin.engine.environment import memory_parent
 
@@ -75,9 +76,9 @@ def main(arguments: Sequence[str]) -> int:
     else:
         width = max(map(len, findings))
         for name, finding in findings.items():
-            print(f"{finding.verdict:4}  {name:{width}}  {finding.found}")
+            print(f"{finding.verdict:4}  {name:{width}}  {clean(finding.found)}")
             if finding.advice:
-                print(f"{'':4}  {'':{width}}  -> {finding.advice}")
+                print(f"{'':4}  {'':{width}}  -> {clean(finding.advice)}")
     return int(any(finding.verdict == "fail" for finding in findings.values()))
 
 

@@ -13,13 +13,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import wraps
 
+from resilin.core.text import clean
+
 Main = Callable[[Sequence[str]], int]
 """What runs a command: from its arguments to the exit code."""
 
 
 def say(message: str) -> None:
-    """One line for the person in front of the terminal."""
-    print(f"resilin: {message}", file=sys.stderr, flush=True)
+    """Prints one line for the person in front of the terminal, whatever is in the message."""
+    print(f"resilin: {clean(message)}", file=sys.stderr, flush=True)
 
 
 def told(error: BaseException) -> str:

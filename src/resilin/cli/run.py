@@ -29,9 +29,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
 )
 
-from resilin.cli import warm
+from resilin.cli import preflight, warm
 from resilin.cli.agent import SpeakingAgent
-from resilin.cli.errors import say
+from resilin.cli.errors import say, told
 from resilin.cli.memory import MemoryDirectory
 from resilin.cli.options import complete, parser, stop_signals
 from resilin.engine import environment
@@ -57,6 +57,11 @@ def main(arguments: Sequence[str]) -> int:
         complete(args)
     except ValueError as error:
         ours.error(str(error))
+    try:
+        preflight.check(args)
+    except (OSError, ValueError, ImportError) as error:
+        say(told(error))
+        return 1
     # A number that the user gave is kept to; ours is only the end of a long run of bad luck.
     bound = args.max_restarts is None
     args.max_restarts = MAX_RESTARTS if bound else args.max_restarts

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from resilin.core.text import clean
 from resilin.engine.stop import StopRequest
 
 EPILOG = """\
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         # torch would listen on all interfaces, whatever the host.
         listening = socket.create_server((args.host, args.port))
     except OSError as error:
-        print(f"resilin: no store on {args.host}:{args.port}: {error}")
+        print(f"resilin: {clean(f'no store on {args.host}:{args.port}: {error}')}")
         return 1
     port = listening.getsockname()[1]
     store = TCPStore(

@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from resilin.core.text import clean
+
 GAP = "  "
 """What stands between two columns."""
 
@@ -64,7 +66,7 @@ def to_text(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def _cell(value: object) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else clean(str(value))
 
 
 def _plain(value: Any) -> Any:

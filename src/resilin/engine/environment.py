@@ -10,6 +10,8 @@ import tempfile
 from datetime import timedelta
 from pathlib import Path
 
+from resilin.core.text import clean
+
 CHECKPOINT_DIR = "RESILIN_CHECKPOINT_DIR"
 """Where checkpoints go, unless the script says it: a path or an fsspec URL."""
 CHECKPOINT_EVERY = "RESILIN_CHECKPOINT_EVERY"
@@ -74,12 +76,20 @@ def parse_every(text: str) -> int | timedelta:
         raise ValueError(f"{text!r} must be at most {timedelta.max.days} days") from None
 
 
+class _OneLine(logging.Formatter):
+    """Messages without what a terminal would obey: they quote paths, checkpoints and errors."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line itself. A traceback that follows it keeps its lines."""
+        return clean(super().formatMessage(record))
+
+
 def log_to_stderr() -> None:
     """Makes resilin write its log by itself, where the launcher asks for it. Once is enough."""
     level = os.environ.get(LOG)
     logger = logging.getLogger("resilin")
     if level and not logger.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("resilin: %(message)s"))
+        handler.setFormatter(_OneLine("resilin: %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(level.upper())

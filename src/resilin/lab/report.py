@@ -13,12 +13,13 @@ from html import escape
 from pathlib import Path
 
 from resilin.core.events import CheckpointEvent, DecisionEvent, Event, FaultEvent, RescaleEvent
+from resilin.core.text import clean
 from resilin.lab import style
 from resilin.lab.panels import Panel, origin, progress_panels, time_panels
 from resilin.lab.plots import draw
 from resilin.lab.summary import Summary, summarise
 from resilin.telemetry.run import Run
-from resilin.telemetry.wording import clean, describe, span
+from resilin.telemetry.wording import describe, span
 
 MOST_EVENTS = 400
 """Rows of the table of events, for each run."""

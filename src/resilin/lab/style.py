@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from resilin.telemetry.wording import clean
+from resilin.core.text import clean
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#a87a00", "#3f9fd8", "#7f5fc0", "#7a7a7a")
 """Colours of curves, in order of use."""

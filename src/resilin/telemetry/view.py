@@ -15,9 +15,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from resilin.core.text import clean
 from resilin.telemetry.history import History
 from resilin.telemetry.status import State, Status
-from resilin.telemetry.wording import ago, amount, clean, describe, extent, span
+from resilin.telemetry.wording import ago, amount, describe, extent, span
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 """Eighths of a character, for histories."""

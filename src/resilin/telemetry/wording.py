@@ -71,12 +71,6 @@ def extent(values: Iterable[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def clean(text: str) -> str:
-    """Someone else's words on one line, without what a terminal would take for a command."""
-    words = " ".join(text.split())
-    return words if words.isprintable() else "".join(c if c.isprintable() else "?" for c in words)
-
-
 def describe(event: events.Event) -> str:
     """What happened, in one sentence. Steps, epochs and metrics have none."""
     if isinstance(event, events.RescaleEvent):
