@@ -1,0 +1,241 @@
+"""The decisions of recovery: what is kept when, which copies are complete, which state wins.
+
+Every replica of a job takes these decisions by itself, from numbers that all replicas have, so all
+of them decide alike. The functions here are the whole protocol; `training/recovery`, `memory` and
+`restore` only carry it out, and the simulator in `tests/protocol` runs the same functions over
+random histories of crashes.
+
+A job lives in **generations**: periods with one fixed set of replicas. A generation resumes from a
+state, commits steps and keeps copies until it ends, in order or by a crash. Two starts may take
+the same generation number, if neither saw the copies of the other; their **branch**, a random
+number drawn at the start, tells them apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+Source = Literal["memory", "checkpoint"]
+"""Where a state is found."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Version:
+    """Which state of the job it is; of two, the greater one is the one to resume from."""
+
+    generation: int
+    """The generation that reached it. A later one resumes from what earlier ones left."""
+    step: int
+    """Optimizer steps committed."""
+    epoch: int = 0
+    """Epochs of the user's loop that are done: what happens between two epochs makes no step."""
+    branch: int = 0
+    """Random number of the start that reached it; copies of two branches are never mixed."""
+
+    def __str__(self) -> str:
+        return f"step {self.step} of generation {self.generation}"
+
+
+def next_generation(visible: Iterable[Version]) -> int:
+    """Number of the generation that starts now.
+
+    Args:
+        visible: Versions of all states that any replica can see, complete or not. A state that
+            could not be read must not win over what this generation does in its place.
+    """
+    return max((version.generation for version in visible), default=-1) + 1
+
+
+# When -----------------------------------------------------------------------------------------
+
+
+def keep_interval(keep_seconds: float, step_seconds: float, share: float) -> int:
+    """Steps from one memory copy to the next, if copies may take `share` of the training time.
+
+    Args:
+        keep_seconds: Time of one copy, summed over the replicas.
+        step_seconds: Time of one step, summed over the same replicas.
+        share: Part of the time that copies may take.
+    """
+    if not step_seconds > 0:
+        return 1
+    return max(1, math.ceil(keep_seconds / step_seconds / share))
+
+
+def is_kept(step: int, interval: int, *, stopping: bool) -> bool:
+    """Whether a state is copied to memory.
+
+    Args:
+        step: Optimizer steps committed.
+        interval: Steps between two copies; 0 if there are none.
+        stopping: Whether the job stops here, so that no later copy can come.
+    """
+    return interval > 0 and (stopping or step % interval == 0)
+
+
+def steps_at_risk(interval: int) -> int | None:
+    """Completed steps that the sudden death of one worker can cost.
+
+    Args:
+        interval: Steps between two memory copies; 0 if there are none.
+
+    Returns:
+        The number of steps, None if only checkpoints bound it.
+    """
+    return interval - 1 if interval else None
+
+
+# Copies in the memory of a host -----------------------------------------------------------------
+
+
+def shares_written(local_replica: int, num_local_replicas: int) -> tuple[int, ...]:
+    """Shares of the state that a replica writes: its own, and that of its neighbour.
+
+    Each share is thereby written by two replicas, and any one of them may die at any moment.
+    """
+    neighbour = (local_replica + 1) % num_local_replicas
+    return (local_replica,) if neighbour == local_replica else (local_replica, neighbour)
+
+
+def buffer_of(num_kept: int) -> int:
+    """Which of a replica's two buffers the next copy goes to.
+
+    The copy before stays whole while this one is written: all replicas of the host have completed
+    it, because a step lies between two copies, and no replica enters a step before its copy is
+    complete.
+
+    Args:
+        num_kept: Copies that this replica has begun in this generation.
+    """
+    return num_kept % 2
+
+
+def may_forget(num_kept: int) -> bool:
+    """Whether the copies of earlier generations may be removed from the host.
+
+    A step has been made since the first copy of this generation was complete on this replica, so
+    that copy is complete on all replicas of the host.
+
+    Args:
+        num_kept: Copies that this replica has completed in this generation.
+    """
+    return num_kept >= 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyFile:
+    """One complete file of a memory copy."""
+
+    version: Version
+    """Which state it is a part of."""
+    host: int
+    """Number of the host in the generation that wrote it."""
+    share: int
+    """Which share of the state it holds."""
+    num_shares: int
+    """How many shares the state was dealt out to."""
+
+
+File = TypeVar("File", bound=CopyFile)
+
+
+def complete_copies(files: Iterable[File]) -> dict[Version, list[File]]:
+    """States of which a host has every share.
+
+    Args:
+        files: The complete files in the host's memory, of any version.
+
+    Returns:
+        One file of each share, by version. Files of two hosts or branches never complete each
+        other: they may be states of different runs with the same number of steps.
+    """
+    found: dict[tuple[Version, int, int], dict[int, File]] = {}
+    for file in files:
+        shares = found.setdefault((file.version, file.host, file.num_shares), {})
+        shares.setdefault(file.share, file)
+    return {
+        version: list(shares.values())
+        for (version, _, num), shares in sorted(found.items(), key=lambda item: item[0])
+        if len(shares) == num
+    }
+
+
+# Which state wins -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A complete state in the memory of one host."""
+
+    version: Version
+    """Which state it is."""
+    num_replicas: int
+    """Replicas of the generation that wrote it."""
+    previous: Version | None = None
+    """The copy before it, or the state that its generation resumed from."""
+    parts: Mapping[int, bool] = field(default_factory=dict)
+    """Replicas whose own part of the state (sums, random generators) is here, and whether that
+    part holds anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A state to resume from."""
+
+    version: Version
+    """Which state it is."""
+    source: Source
+    """Where it is."""
+    whole: bool
+    """Whether the parts of all replicas are there, or nothing is in them."""
+
+
+def candidates(held: Iterable[Held], saved: Sequence[Version] = ()) -> list[Candidate]:
+    """All states that the job can resume from, the best one first.
+
+    The newest wins, with one exception. A replica that dies in a step leaves the others one copy
+    ahead: the shared state is complete without it, its own part (sums, random generators) is that
+    of the copy before. So a state with missing parts gives way to the copy before it, if that one
+    is whole. No other state gives way: where a host is lost, its parts are lost in every copy, and
+    an older state that happens to be whole would cost steps.
+
+    Args:
+        held: States in the memory of all hosts.
+        saved: Versions of the checkpoints.
+    """
+    parts: dict[Version, dict[int, bool]] = {}
+    sizes: dict[Version, int] = {}
+    previous: dict[Version, Version | None] = {}
+    for state in held:
+        parts.setdefault(state.version, {}).update(state.parts)
+        sizes[state.version] = state.num_replicas
+        previous[state.version] = state.previous
+    found = [
+        Candidate(version, "memory", len(there) == sizes[version] or not any(there.values()))
+        for version, there in parts.items()
+    ]
+    found += [Candidate(version, "checkpoint", True) for version in saved]
+    # Memory before storage, where both have the same state: it is the faster one.
+    found.sort(key=lambda each: (each.version, each.source == "memory"), reverse=True)
+    if found and not found[0].whole:
+        before = previous[found[0].version]
+        for each in found:
+            if each.version == before and each.whole:
+                found.remove(each)
+                found.insert(0, each)
+                break
+    return found
+
+
+def kept_parts(registered: Collection[str], unclaimed: Collection[str]) -> set[str]:
+    """Names of the parts that a state must hold.
+
+    Args:
+        registered: Parts that objects of this process have registered for.
+        unclaimed: Parts of the state that the job resumed from, for which nobody has registered
+            yet: a loader may register in its first step only.
+    """
+    return {*registered, *unclaimed}

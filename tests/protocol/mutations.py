@@ -1,0 +1,112 @@
+"""Broken variants of the rules, each of which the simulator must catch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from resilin.core import recovery
+from resilin.core.position import DataPosition
+from resilin.core.recovery import Candidate
+from tests.protocol.simulator import Rules
+
+
+class _ForgetsPasses(DataPosition):
+    __slots__ = ()
+
+    def is_done(self, num_begun: int) -> bool:
+        return False
+
+
+class _SkipsAll(DataPosition):
+    __slots__ = ()
+
+    def is_done(self, num_begun: int) -> bool:
+        return self.passes > 0
+
+
+class _KeepsPasses(DataPosition):
+    __slots__ = ()
+
+    def enter(self, epoch: int) -> DataPosition:
+        return replace(self, epoch=epoch)
+
+
+class _CommitsLate(DataPosition):
+    __slots__ = ()
+
+    def commit(self, stop: int) -> DataPosition:
+        return replace(self, cursor=stop if stop % 2 else max(self.cursor, stop - 1))
+
+
+def _without_neighbour(local_replica: int, num_local_replicas: int) -> tuple[int, ...]:
+    return (local_replica,)
+
+
+def _any_share(files: Any) -> Any:
+    found: dict[Any, Any] = {}
+    for file in files:
+        found.setdefault(file.version, {})[file.share] = file
+    return {version: list(shares.values()) for version, shares in found.items()}
+
+
+def _oldest_first(held: Any, saved: Any) -> list[Candidate]:
+    return recovery.candidates(held, saved)[::-1]
+
+
+def _newest_always(held: Any, saved: Any) -> list[Candidate]:
+    return sorted(recovery.candidates(held, saved), key=lambda each: each.version, reverse=True)
+
+
+def _whole_first(held: Any, saved: Any) -> list[Candidate]:
+    return sorted(recovery.candidates(held, saved), key=lambda each: each.whole, reverse=True)
+
+
+def _storage_first(held: Any, saved: Any) -> list[Candidate]:
+    found = recovery.candidates(held, saved)
+    return sorted(found, key=lambda each: each.source == "checkpoint", reverse=True)
+
+
+def _memory_first(held: Any, saved: Any) -> list[Candidate]:
+    found = recovery.candidates(held, saved)
+    return sorted(found, key=lambda each: each.source == "memory", reverse=True)
+
+
+def _by_step(held: Any, saved: Any) -> list[Candidate]:
+    found = recovery.candidates(held, saved)
+    return sorted(found, key=lambda each: each.version.step, reverse=True)
+
+
+def _next_of_chosen(visible: Any) -> int:
+    """As if only checkpoints and the first file were looked at."""
+    return next((version.generation for version in visible), -1) + 1
+
+
+MUTATIONS: dict[str, Rules] = {
+    "a generation takes the number of the one before": Rules(
+        next_generation=lambda visible: max((v.generation for v in visible), default=0)
+    ),
+    "a generation looks at one version only": Rules(next_generation=_next_of_chosen),
+    "branches have no number": Rules(draw_branch=lambda rng: 0),
+    "a share has one writer": Rules(shares_written=_without_neighbour),
+    "any share makes a copy complete": Rules(complete_copies=_any_share),
+    "copies have one buffer": Rules(buffer_of=lambda num_kept: 0),
+    "old copies go before the first new one is complete": Rules(may_forget=lambda num: True),
+    "the oldest state wins": Rules(candidates=_oldest_first),
+    "the newest state wins, whole or not": Rules(candidates=_newest_always),
+    "a whole state wins, however old": Rules(candidates=_whole_first),
+    "storage wins over memory": Rules(candidates=_storage_first),
+    "memory wins over storage": Rules(candidates=_memory_first),
+    "more steps win over a later generation": Rules(candidates=_by_step),
+    "no copy when the job stops": Rules(
+        is_kept=lambda step, interval, *, stopping: interval > 0 and step % interval == 0
+    ),
+    "every other copy is left out": Rules(
+        is_kept=lambda step, interval, *, stopping: interval > 0 and step % (2 * interval) == 0
+    ),
+    "a state holds what is registered so far": Rules(kept_parts=lambda names, _: set(names)),
+    "passes that are done are run again": Rules(position=_ForgetsPasses),
+    "all passes of an epoch are skipped if one is done": Rules(position=_SkipsAll),
+    "passes of the last epoch count for the next": Rules(position=_KeepsPasses),
+    "the cursor lags": Rules(position=_CommitsLate),
+}

@@ -1,0 +1,89 @@
+"""The decisions of recovery over random histories; `benchmarks/protocol.py` runs a million."""
+
+import pytest
+
+from resilin.core.position import DataPosition
+from resilin.core.recovery import (
+    CopyFile,
+    Held,
+    Version,
+    candidates,
+    complete_copies,
+    keep_interval,
+    next_generation,
+    shares_written,
+    steps_at_risk,
+)
+from tests.protocol.mutations import MUTATIONS
+from tests.protocol.simulator import Violation, run
+
+
+def test_no_history_loses_repeats_or_mixes_anything():
+    counts = run(range(2000))
+    # Histories without faults, or that all end in a refusal, would show nothing.
+    assert counts["generations"] > 4000
+    assert counts["refused"] < 100
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_broken_rule_is_caught(name):
+    with pytest.raises(Violation):
+        run(range(3000), MUTATIONS[name])
+
+
+def test_a_state_that_cannot_be_read_does_not_lend_its_number():
+    assert next_generation([]) == 0
+    assert next_generation([Version(3, 10), Version(5, 2)]) == 6
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 7])
+def test_each_share_is_written_by_two_replicas_where_there_are_two(num):
+    writers = [share for replica in range(num) for share in shares_written(replica, num)]
+    assert sorted(writers) == sorted(list(range(num)) * min(2, num))
+
+
+def test_files_of_two_branches_do_not_complete_each_other():
+    def file(share, branch):
+        return CopyFile(version=Version(1, 2, 0, branch), host=0, share=share, num_shares=2)
+
+    assert complete_copies([file(0, 7), file(1, 8)]) == {}
+    assert list(complete_copies([file(0, 7), file(1, 7)])) == [Version(1, 2, 0, 7)]
+
+
+def test_a_state_with_missing_parts_gives_way_to_the_copy_before_it_alone():
+    old, before, newest = Version(0, 0), Version(0, 8), Version(0, 9)
+    states = [
+        Held(version=newest, num_replicas=2, previous=before, parts={0: True}),
+        Held(version=before, num_replicas=2, previous=old, parts={0: True, 1: True}),
+        Held(version=old, num_replicas=2, parts={0: False, 1: False}),
+    ]
+    assert [each.version for each in candidates(states)] == [before, newest, old]
+    lost = [states[0], Held(version=before, num_replicas=2, parts={0: True}), states[2]]
+    assert [each.version for each in candidates(lost)] == [newest, before, old]
+
+
+def test_memory_is_tried_before_storage_for_the_same_state():
+    state = Held(version=Version(2, 5), num_replicas=1, parts={0: False})
+    order = candidates([state], [Version(2, 5), Version(2, 7), Version(1, 9)])
+    assert [(each.version.step, each.source) for each in order] == [
+        (7, "checkpoint"),
+        (5, "memory"),
+        (5, "checkpoint"),
+        (9, "checkpoint"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keep", "step", "interval"), [(0.0, 1.0, 1), (0.05, 1.0, 1), (0.2, 1.0, 4), (1.0, 0.0, 1)]
+)
+def test_copies_keep_to_their_share_of_the_time(keep, step, interval):
+    assert keep_interval(keep, step, 0.05) == interval
+    assert steps_at_risk(interval) == interval - 1
+    assert steps_at_risk(0) is None
+
+
+def test_passes_that_are_done_are_skipped_and_the_next_one_resumes():
+    position = DataPosition().enter(0).commit(4).end_pass(4).commit(6)
+    assert [position.enter(0).is_done(begun) for begun in range(3)] == [True, False, False]
+    assert not position.enter(1).is_done(0)
+    assert position.enter(1).cursor == 6
