@@ -297,7 +297,10 @@ class Generation:
             history.whole = None
         history.resumed_branch = None if chosen is None else chosen.version.branch
         self.place()
-        self.keep()
+        holders = 0 if chosen is None else sum(s.version == chosen.version for s in held)
+        if chosen is None or chosen.source == "checkpoint" or holders < len(hosts):
+            # What every host has already is not written again.
+            self.keep()
 
     def take_memory(self, copies: list[Copy], own: dict[int, Own]) -> None:
         states = {id(copy.state) for copy in copies}
