@@ -1,5 +1,6 @@
 """State that is kept and restored, within one process or a fixed set of them."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -207,6 +208,142 @@ def test_memory_copies_can_be_switched_off(tmp_path, monkeypatch):
     resilin.checkpoint_to(None, memory_every=None)
     Job().train(1)
     assert not (tmp_path / "memory").exists()
+
+
+# Lost again before the first step is over -----------------------------------------------------
+
+
+def crash(*_):
+    raise Crash
+
+
+WHERE = {
+    "first step": {"before_step": crash},
+    "after the start": {},
+    "evaluation": {"on_evaluation": crash},
+}
+
+
+@pytest.mark.parametrize("place", ["memory", "checkpoint"])
+@pytest.mark.parametrize("where", WHERE)
+def test_a_job_that_is_lost_twice_repeats_nothing(tmp_path, monkeypatch, where, place):
+    """The loader registers late: what is kept before that must have its state all the same."""
+    if place == "memory":
+        monkeypatch.setenv("RESILIN_MEMORY_DIR", str(tmp_path / "memory"))
+    folder = tmp_path / "checkpoints" if place == "checkpoint" else None
+    jobs = [run(folder, on_evaluation=crash)]
+    for _ in range(2):
+        resilin.reset_job()
+        resilin.checkpoint_to(folder, every=1, memory_every=1)
+        jobs.append(Job())
+        resilin.resume()
+        with contextlib.suppress(Crash):
+            if where == "after the start":
+                # An orderly stop here saves what there is.
+                resilin.current_job().recovery._save_now()
+            else:
+                jobs[-1].train(3, **WHERE[where])
+        wait_for_save()
+        resilin.reset_job()
+    jobs.append(run(folder))
+    assert jobs[-1].result() == {**undisturbed(), "totals": jobs[-1].totals}
+    used = sorted(pair for job in jobs for pair in job.used)
+    assert used == [(e, i) for e in range(3) for i in range(NUM_SAMPLES)]
+
+
+def test_a_run_with_nothing_to_do_writes_no_state_and_loses_none(tmp_path):
+    run(tmp_path, epochs=2)
+    before = sorted(tmp_path.iterdir())
+    run(tmp_path, epochs=2)
+    assert sorted(tmp_path.iterdir()) == before
+    job = run(tmp_path, epochs=3)
+    assert job.result() == {**undisturbed(3), "totals": [NUM_SAMPLES]}
+
+
+def test_a_released_model_stays_in_the_last_checkpoint(tmp_path):
+    resilin.checkpoint_to(tmp_path, every=None)
+    job = Job()
+    job.train(1, on_evaluation=lambda job: job.model.release())
+    resilin.reset_job()
+    again = run(tmp_path, epochs=1)
+    assert torch.equal(again.net.weight, job.net.weight)
+
+
+class Draws:
+    """A random generator, which every replica has of its own."""
+
+    def __init__(self, replica):
+        self.generator = torch.Generator().manual_seed(replica)
+        self.loaded = []
+
+    def state_dict(self):
+        return {"state": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.loaded.append(state is not None)
+        if state is not None:
+            self.generator.set_state(state["state"])
+
+    def next(self):
+        return torch.rand((), generator=self.generator).item()
+
+
+@pytest.mark.parametrize("place", ["memory", "checkpoint", "both"])
+@pytest.mark.world_size(2)
+def test_each_replica_goes_on_with_its_own_random_numbers(shared_path, monkeypatch, place):
+    directory = "off" if place == "checkpoint" else str(shared_path / "memory")
+    monkeypatch.setenv("RESILIN_MEMORY_DIR", directory)
+    folder = None if place == "memory" else shared_path / "checkpoints"
+    drawn = {}
+    for at in (4, 4, 11, None):
+        resilin.reset_job()
+        resilin.checkpoint_to(folder, every=1, memory_every=1)
+        job, draws = Job(), Draws(replica())
+        if at != 4:
+            resilin.current_job().registry.add_own("draws", draws)
+        resilin.resume()
+        if at == 4:
+            # Late, and in the second life after a state was kept without it.
+            resilin.current_job().registry.add_own("draws", draws)
+
+        def on_step(job, at=at, draws=draws):
+            drawn[job.model.clock.steps] = draws.next()
+            if job.model.clock.steps == at:
+                raise Crash
+
+        with contextlib.suppress(Crash):
+            job.train(2, on_step, before_step=wait_for_save)
+        wait_for_save()
+    resilin.reset_job()
+    plain = Draws(replica())
+    assert drawn == {step: plain.next() for step in range(1, 15)}
+
+
+@pytest.mark.world_size(2)
+def test_a_host_that_got_the_state_from_another_keeps_a_copy_at_once(shared_path, monkeypatch):
+    here = shared_path / f"memory-{replica()}"
+    monkeypatch.setenv("RESILIN_MEMORY_DIR", str(here))
+    run(None, on_step=crash_at(5))
+    if replica():
+        for path in here.iterdir():
+            path.unlink()
+    before = sorted(here.iterdir())
+    resilin.checkpoint_to(None, memory_every=1)
+    Job()
+    version = resilin.resume()
+    versions = resilin.current_job().recovery._memory.versions()
+    resilin.reset_job()
+    assert version == Version(0, 4)
+    # Else a loss of the one host that has it would lose it.
+    assert versions[0] == Version(1, 4)
+    assert set(before) <= set(here.iterdir())
+    # Now that both have it, nothing is written.
+    before = sorted(here.iterdir())
+    resilin.checkpoint_to(None, memory_every=1)
+    Job()
+    resilin.resume()
+    resilin.reset_job()
+    assert sorted(here.iterdir()) == before
 
 
 # Refused -------------------------------------------------------------------------------------

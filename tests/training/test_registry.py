@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from resilin.training.registry import Registry, add_up
+from resilin.training.registry import Registry, add_up, gathered, of_replica
 from resilin.training.snapshot import Snapshot, Version
 
 NOW = Version(1, 7)
@@ -148,7 +148,7 @@ def test_what_is_missing_from_the_state_is_warned_of_and_begins_anew():
     [
         ("", Thing(), "'' cannot be a name"),
         (" a", Thing(), "' a' cannot be a name"),
-        ("sums/a", Thing(), "'sums/a' cannot be a name: .* begin with sums/"),
+        ("sums/a", Thing(), "'sums/a' cannot be a name: .* begin with sums/ or own/"),
         ("taken", Thing(), "'taken' is registered already, for a Thing"),
         ("dict", {}, r"'dict' is a dict without state_dict\(\)"),
     ],
@@ -289,3 +289,155 @@ def test_the_tensors_of_what_was_claimed_are_let_go():
     thing.loaded.clear()
     gc.collect()
     assert tensor() is None
+
+
+# What nobody has claimed yet -----------------------------------------------------------------
+
+
+def test_restored_state_is_taken_again_until_somebody_claims_it():
+    registry = registry_of(a=Thing())
+    snapshot = snapshot_of(a=1, late={"t": torch.arange(3)})
+    registry.restore(snapshot, first_replica=True)
+    again = registry.take(Version(2, 7))
+    assert again.tree["late"] == snapshot.tree["late"]
+    assert again.state("late")["t"].tolist() == [0, 1, 2]
+    late = Thing()
+    registry.add("late", late)
+    late.state = {"t": torch.arange(4)}
+    assert registry.take(Version(2, 8)).state("late")["t"].tolist() == [0, 1, 2, 3]
+
+
+def test_restored_tensors_keep_their_names_beside_new_ones_of_the_same_name():
+    registry = Registry()
+    snapshot = registry_of(**{"a.b": Thing({"t": torch.tensor(1)})}).take(NOW)
+    registry.restore(snapshot, first_replica=True)
+    registry.add("a", Thing({"b": {"t": torch.tensor(2)}}))
+    again = registry.take(NOW)
+    assert again.state("a.b")["t"] == 1
+    assert again.state("a")["b"]["t"] == 2
+
+
+def test_what_is_registered_after_steps_were_made_says_what_it_misses():
+    """An average that is made after the first evaluation, in each run of the script."""
+    clock = [7]
+    registry = Registry(lambda: clock[0])
+    registry.restore(snapshot_of(ema=1, other=2), first_replica=True)
+    clock[0] = 12
+    with pytest.warns(UserWarning, match=r"'ema' was registered at step 12 .* state at step 7"):
+        registry.add("ema", Thing())
+    # One that is not registered at all in one run is as old in the next.
+    snapshot = registry.take(Version(2, 12))
+    after = Registry(lambda: 12)
+    after.restore(snapshot, first_replica=True)
+    with pytest.warns(UserWarning, match=r"'other' was registered at step 12 .* state at step 7"):
+        after.add("other", Thing())
+    after.add("ema", Thing())
+    assert sorted(after.take(Version(3, 13)).tree) == ["ema", "other"]
+
+
+def test_what_steps_do_not_change_may_be_registered_at_any_time():
+    for early in (False, True):
+        registry, loader = Registry(lambda: 12), Thing()
+        if early:
+            registry.add("loader", loader, ages=False)
+        snapshot = snapshot_of(loader=5)
+        tree = {**snapshot.tree, "sums/ages": {"loader": 7}}
+        registry.restore(Snapshot(Version(1, 12), tree, {}), first_replica=True)
+        registry.add("loader", loader, ages=False)
+        assert loader.loaded == [5]
+
+
+def test_what_is_removed_is_not_kept_even_if_it_was_restored():
+    registry = registry_of(a=Thing())
+    registry.restore(snapshot_of(a=1, b={"t": torch.ones(1)}), first_replica=True)
+    registry.remove("b")
+    taken = registry.take(NOW)
+    assert (sorted(taken.tree), taken.tensors) == (["a"], {})
+
+
+def test_what_is_released_stays_until_another_takes_its_place():
+    first, second = Thing({"t": torch.ones(1)}), Thing(2)
+    registry = registry_of(model=nn.Linear(1, 1), optimizer=first)
+    for name in ("model", "optimizer", "unknown"):
+        registry.release(name)
+    assert sorted(registry.take(NOW).tree) == ["model", "optimizer"]
+    registry.add("optimizer", second)
+    assert registry.take(NOW).state("optimizer") == 2
+    with pytest.raises(ValueError, match="'optimizer' is registered already"):
+        registry.add("optimizer", first)
+    # What is restored is newer than what was released.
+    registry.restore(snapshot_of(model={"other": torch.ones(2)}, optimizer=3), first_replica=True)
+    assert registry.take(NOW).state("model")["other"].tolist() == [1, 1]
+    registry.drop_released()
+    registry.remove("model")
+    assert sorted(registry.take(NOW).tree) == ["optimizer"]
+
+
+def test_sums_that_nobody_claims_stay_with_one_replica_until_their_epoch_is_over():
+    tree = {"sums/start/0": {"n": 1.0}, "sums/epoch 3/0": {"n": 2.0}}
+    first, second = Registry(), Registry()
+    first.restore(Snapshot(NOW, tree, {}), first_replica=True)
+    second.restore(Snapshot(NOW, tree, {}), first_replica=False)
+    assert add_up([first.take_sums(3), second.take_sums(3)]) == tree
+    assert add_up([first.take_sums(4), second.take_sums(4)]) == {"sums/start/0": {"n": 1.0}}
+
+
+# What each replica has its own of ------------------------------------------------------------
+
+
+def own_of(state):
+    registry = Registry()
+    registry.add_own("random", Thing(state))
+    return registry.take_own()
+
+
+def whole(states, replicas=None):
+    """A snapshot with what each of these replicas has of its own."""
+    own = gathered({i: own_of(state) for i, state in enumerate(states)})
+    job = {"replicas": len(states) if replicas is None else replicas}
+    return Snapshot(NOW, {"job": job, **own.tree}, own.tensors)
+
+
+def test_each_replica_gets_back_its_own():
+    snapshot = whole([{"t": torch.full((2,), i), "n": i} for i in range(3)])
+    for replica in range(3):
+        early, late = Thing(), Thing()
+        registry = Registry()
+        registry.add_own("random", early)
+        registry.restore(of_replica(snapshot, replica, 3), first_replica=replica == 0)
+        assert (early.state["n"], early.state["t"].tolist()) == (replica, [replica] * 2)
+        other = Registry()
+        other.restore(of_replica(snapshot, replica, 3), first_replica=replica == 0)
+        # Not lost before it is claimed, and no part of what all replicas share.
+        assert sorted(other.take(NOW).tree) == ["job"]
+        assert other.take(NOW).tensors == {}
+        again = gathered({replica: other.take_own()})
+        assert again.tensors[f"own/{replica}/random.t"].tolist() == [replica] * 2
+        other.add_own("random", late)
+        assert late.state["n"] == replica
+        assert other.take_own().tree["own/random"]["n"] == replica
+
+
+@pytest.mark.parametrize("before", [1, 3])
+def test_at_another_number_of_replicas_nobody_has_its_own_any_more(before):
+    early, late, registry = Thing("new"), Thing("new"), Registry()
+    registry.add_own("early", early)
+    assert early.loaded == []  # nothing was restored so far
+    snapshot = of_replica(whole([{"n": i} for i in range(before)]), 0, 2)
+    registry.restore(snapshot, first_replica=True)
+    registry.add_own("random", late)
+    assert (early.loaded, late.loaded) == ([None], [None])
+    assert snapshot.tensors == {}
+
+
+def test_own_names_are_apart_from_shared_ones_and_taken_once():
+    registry, thing = registry_of(random=Thing(1)), Thing(2)
+    registry.add_own("random", thing)
+    registry.add_own("random", thing)
+    with pytest.raises(ValueError, match="'random' is registered already"):
+        registry.add_own("random", Thing())
+    with pytest.raises(ValueError, match="'own/x' cannot be a name"):
+        registry.add("own/x", Thing())
+    assert registry.take_own().tree == {"own/random": 2}
+    registry.remove("random")
+    assert (registry.take_own().tree, registry.take(NOW).tree) == ({}, {})

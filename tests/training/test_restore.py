@@ -7,8 +7,8 @@ import torch
 
 from resilin.training.job import current_job
 from resilin.training.memory import MemoryCopies, Place
-from resilin.training.restore import newest_state
-from resilin.training.snapshot import Snapshot, Version
+from resilin.training.restore import Content, candidates, newest_state
+from resilin.training.snapshot import OwnState, Snapshot, Version
 from tests.replicas import replica
 
 SUM = {"sums/start/0": {"samples": 3.0}}
@@ -65,3 +65,36 @@ def test_whole_sums_of_an_earlier_generation_are_not_worth_going_back(tmp_path):
     keep(old, state(90, generation=1, replicas=1), SUM, who=0)
     keep(new, state(50, generation=2), SUM, who=0)
     assert newest_state(current_job().engine, new, None)[0].version == Version(2, 50)
+
+
+@pytest.mark.parametrize(
+    ("owners", "replicas", "step"),
+    [
+        # Replica 1 died within step 5: only step 4 has what both have of their own.
+        ({0}, 2, 4),
+        # Nobody gets anything back at another number of replicas.
+        ({0}, 1, 5),
+        ({0, 1}, 2, 5),
+        # Nothing of their own: an empty part is no part.
+        (set(), 2, 5),
+    ],
+)
+def test_what_each_has_of_its_own_is_worth_one_step(owners, replicas, step):
+    found = {
+        Version(0, 4): [Content(2, {0: {}, 1: {}}, owners | {1} if owners else owners)],
+        Version(0, 5): [Content(2, {0: {}}, owners)],
+    }
+    best = candidates(found, replicas)[0]
+    # Nothing was added to sums, so none are missing.
+    assert (best.version.step, best.has_all_sums) == (step, True)
+
+
+@pytest.mark.world_size(2)
+def test_what_each_has_of_its_own_comes_from_all_hosts(tmp_path):
+    copies = MemoryCopies(tmp_path / "memory")
+    mine = OwnState(
+        {"own/random": {"$": "tensor", "of": "own/random"}}, {"own/random": torch.tensor(replica())}
+    )
+    copies.keep(state(7), {}, Place(replica(), 0, 1, replica()), mine)
+    snapshot, _ = newest_state(current_job().engine, copies, None)
+    assert [int(snapshot.state(f"own/{i}/random")) for i in range(2)] == [0, 1]

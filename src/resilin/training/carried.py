@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from resilin.training.job import current_job
-from resilin.training.registry import add_up
+from resilin.training.registry import add_up, gathered, of_replica
 from resilin.training.snapshot import Snapshot, Version, names
 
 
@@ -36,8 +36,14 @@ class CarriedState:
         snapshot = job.registry.take(Version(job.engine.generation, job.clock.steps, job.epoch))
         tree = {name: part for name, part in snapshot.tree.items() if name not in self._without}
         tensors = {name: snapshot.tensors[name] for name in names(tree)}
-        tree.update(add_up(job.engine.gather(job.registry.take_sums())))
         version = snapshot.version
+        everyone = job.engine.gather(
+            (job.registry.take_sums(version.epoch), job.registry.take_own())
+        )
+        own = gathered({i: own for i, (_, own) in enumerate(everyone)})
+        tree.update(add_up([sums for sums, _ in everyone]))
+        tree.update(own.tree)
+        tensors.update(own.tensors)
         return {
             "version": [version.generation, version.step, version.epoch],
             "tree": tree,
@@ -52,8 +58,9 @@ class CarriedState:
         """
         job = current_job()
         snapshot = Snapshot(Version(*state["version"]), dict(state["tree"]), dict(state["tensors"]))
-        job.registry.restore(snapshot, first_replica=job.engine.replica == 0, without=self._without)
         # What the job does from here on is newer than whatever it has left before.
         engine, version = job.engine, snapshot.version
+        snapshot = of_replica(snapshot, engine.replica, engine.num_replicas)
+        job.registry.restore(snapshot, first_replica=engine.replica == 0, without=self._without)
         engine.generation = max(engine.generation, version.generation + 1)
         job.carried_from = f"step {version.step} (a checkpoint of the framework)"

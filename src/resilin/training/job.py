@@ -218,7 +218,7 @@ class Job:
     """The loader that is being iterated."""
     model: TrainedModel | None = None
     """The model that is being trained."""
-    registry: Registry = field(default_factory=Registry)
+    registry: Registry = field(init=False)
     """Everything with state."""
     protection: Protection | None = None
     """How that state is to be kept, if the script says it."""
@@ -250,6 +250,7 @@ class Job:
 
     def __post_init__(self) -> None:
         """Registers itself."""
+        self.registry = Registry(lambda: self.clock.steps)
         self.registry.add("job", self)
 
     @property

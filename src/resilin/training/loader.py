@@ -338,7 +338,7 @@ class AdaptiveDataLoader:
         begins, calls it earlier.
         """
         job = current_job()
-        job.registry.add(self._name, self)
+        job.registry.add(self._name, self, ages=False)
         self._sizes.take_part(job, f"{self._name}/autoscale")
 
     @property

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from resilin.engine.devices import to_host
-from resilin.training.snapshot import Json, Snapshot, Version, shares
+from resilin.training.snapshot import Json, OwnState, Snapshot, Version, names, shares
 
 FORMAT = 1
 """Version of the files. Others are passed over: their job runs another resilin."""
@@ -97,13 +97,20 @@ class MemoryCopies:
 
     # Writing -------------------------------------------------------------------------------
 
-    def keep(self, snapshot: Snapshot, sums: Mapping[str, Json], place: Place) -> None:
+    def keep(
+        self,
+        snapshot: Snapshot,
+        sums: Mapping[str, Json],
+        place: Place,
+        own: OwnState | None = None,
+    ) -> None:
         """Copies this replica's part of the state; complete when it returns.
 
         Args:
             snapshot: The state, the same on all replicas.
             sums: This replica's part of what is summed over the replicas.
             place: Where this replica is. All of the host's replicas have to keep the same steps.
+            own: What this replica alone has.
         """
         num = place.num_local_replicas
         dealt = shares(snapshot.tensors, num)
@@ -112,9 +119,12 @@ class MemoryCopies:
             meta: dict[str, Any] = {"share": share, "num_shares": num, "host": place.host}
             if share == 0:
                 meta["tree"] = snapshot.tree
+            tensors = {name: snapshot.tensors[name] for name in dealt[share]}
             if share == place.local_replica:
                 meta["sums"] = {"replica": place.replica, "of": sums}
-            tensors = {name: snapshot.tensors[name] for name in dealt[share]}
+                if own is not None and own.tree:
+                    meta["own"] = own.tree
+                    tensors.update(own.tensors)
             self._writer(snapshot.version, share, place).write(snapshot.version, tensors, meta)
 
     def _writer(self, version: Version, share: int, place: Place) -> _Writer:
@@ -166,7 +176,9 @@ class MemoryCopies:
         for file in files:
             tree = file.meta.get("tree", tree)
             try:
-                tensors.update(_read_tensors(file))
+                own = set(names(file.meta.get("own")))
+                read = _read_tensors(file)
+                tensors.update((name, tensor) for name, tensor in read.items() if name not in own)
             except (OSError, ValueError) as error:
                 raise LookupError(f"{file.path} changed while it was read: {error}") from error
             again = _read_meta(file.path)
@@ -184,6 +196,21 @@ class MemoryCopies:
         """What replicas of this host have added to sums by this version, by replica."""
         parts = (f.meta["sums"] for f in self._files() if f.version == version and "sums" in f.meta)
         return {part["replica"]: part["of"] for part in parts}
+
+    def owners(self, version: Version) -> set[int]:
+        """The replicas of this host whose own state of this version is here."""
+        files = (file for file in self._files() if file.version == version)
+        return {file.meta["sums"]["replica"] for file in files if "own" in file.meta}
+
+    def own(self, version: Version) -> dict[int, OwnState]:
+        """What replicas of this host have of their own in this version, by replica."""
+        found = {}
+        for file in self._files():
+            if file.version == version and "own" in file.meta:
+                tree, tensors = file.meta["own"], _read_tensors(file)
+                own = OwnState(tree, {name: tensors[name] for name in names(tree)})
+                found[int(file.meta["sums"]["replica"])] = own
+        return found
 
     # Forgetting ----------------------------------------------------------------------------
 

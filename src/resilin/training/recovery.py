@@ -31,7 +31,7 @@ from resilin.training.checkpoint.commit import Commit
 from resilin.training.job import Job, Stamp
 from resilin.training.memory import MemoryCopies, Place
 from resilin.training.protection import Protection, memory_directory
-from resilin.training.registry import add_up
+from resilin.training.registry import add_up, gathered, of_replica
 from resilin.training.restore import newest_state
 from resilin.training.snapshot import Snapshot, Version
 
@@ -101,7 +101,8 @@ class Recovery:
             engine.generation = max(engine.generation, snapshot.version.generation + 1)
             snapshot = None
         if snapshot is not None:
-            self._job.registry.restore(snapshot, first_replica=engine.replica == 0)
+            mine = of_replica(snapshot, engine.replica, engine.num_replicas)
+            self._job.registry.restore(mine, first_replica=engine.replica == 0)
             self.resumed = snapshot.version
             self.resumed_from = f"step {snapshot.version.step} ({source})"
             engine.generation = snapshot.version.generation + 1
@@ -109,7 +110,9 @@ class Recovery:
         self._save_step, self._save_time = self._seen.step, time.monotonic()
         if snapshot is not None and source == "checkpoint":
             self._saved = snapshot.version
-        self._keep()
+        elif snapshot is None or not self._on_all_hosts(snapshot.version):
+            # What was read on this very host, or on storage, is not written again.
+            self._keep()
         self.listen()
         if engine.replica == 0:
             many = engine.num_replicas > 1
@@ -127,6 +130,11 @@ class Recovery:
                     time.monotonic() - began,
                 )
         self._boundary_time = time.monotonic()
+
+    def _on_all_hosts(self, version: Version) -> bool:
+        """Whether every host has a complete copy of a state in its memory. Collective."""
+        here = self._memory is None or version in self._memory.versions()
+        return all(self._engine.gather(here))
 
     def listen(self) -> None:
         """Takes signals as requests to stop, and watches over this replica. Collective."""
@@ -217,7 +225,12 @@ class Recovery:
         with self._memory_lock:
             try:
                 registry = self._job.registry
-                self._memory.keep(registry.take(version), registry.take_sums(), place)
+                self._memory.keep(
+                    registry.take(version),
+                    registry.take_sums(version.epoch),
+                    place,
+                    registry.take_own(),
+                )
             except OSError as error:
                 # Training goes on without; the checkpoint is still there.
                 logger.warning("no more memory copies in %s: %s", self._memory.directory, error)
@@ -238,10 +251,14 @@ class Recovery:
     # Checkpoints ---------------------------------------------------------------------------
 
     def _whole_snapshot(self) -> Snapshot:
-        """The state with sums over all replicas. Collective."""
-        snapshot = self._job.registry.take(self._version())
-        parts = self._engine.gather(self._job.registry.take_sums())
-        snapshot.tree.update(add_up(parts))
+        """The state with sums over all replicas, and what each has of its own. Collective."""
+        registry, version = self._job.registry, self._version()
+        snapshot = registry.take(version)
+        everyone = self._engine.gather((registry.take_sums(version.epoch), registry.take_own()))
+        own = gathered({i: own for i, (_, own) in enumerate(everyone)})
+        snapshot.tree.update(add_up([sums for sums, _ in everyone]))
+        snapshot.tree.update(own.tree)
+        snapshot.tensors.update(own.tensors)
         return snapshot
 
     def _end_save(self) -> None:
@@ -288,7 +305,8 @@ class Recovery:
         if self._checkpoints is None:
             return
         self._end_save()
-        if self._saved == self._version():
+        now, saved = self._version(), self._saved
+        if saved is not None and (saved.step, saved.epoch) == (now.step, now.epoch):
             return
         try:
             commit = self._checkpoints.save(self._whole_snapshot(), self._storage_group)
@@ -297,7 +315,7 @@ class Recovery:
             self._tell_failed(error)
             return
         self._tell_saved(commit)
-        self._saved = self._version()
+        self._saved = now
         if self._engine.replica == 0:
             logger.info("saved step %d in %s", commit.version.step, commit.path)
 
@@ -342,6 +360,9 @@ class Recovery:
             return
         snapshot = self._memory.read(newest[0])
         snapshot.tree.update(add_up(list(self._memory.sums(newest[0]).values())))
+        own = gathered(self._memory.own(newest[0]))
+        snapshot.tree.update(own.tree)
+        snapshot.tensors.update(own.tensors)
         commit = Checkpoints(directory, keep=self._protection.keep).save(snapshot)
         logger.warning("saved step %d in %s from memory", commit.version.step, commit.path)
 

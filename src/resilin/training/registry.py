@@ -2,26 +2,37 @@
 
 Models, optimizers, schedulers and loaders register themselves; users add their own objects. An
 object may be registered after state was restored: it then gets its part at once, so the order in
-which a script makes its things does not matter.
+which a script makes its things does not matter. Until then its part stays in every state that is
+taken, as it was restored: a process that dies before it has made all its things loses none.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from resilin.training.snapshot import Json, Snapshot, Version, join, names, split
+from resilin.training.snapshot import Json, OwnState, Snapshot, Version, join, names, split
 
 SUMS = "sums/"
 """How the names of parts that are summed over the replicas begin."""
+OWN = "own/"
+"""How the names of parts begin that each replica has its own of: `own/<replica>/<name>`."""
+AGES = f"{SUMS}ages"
+"""Steps at which parts were restored that nobody has registered for since; no sum.
+
+resilin 0.1.0 passes over unknown names that begin like this one.
+"""
 MODEL = "model"
 """The name of the model, whose state is compared before it is loaded."""
+
+_OF_EPOCH = re.compile(rf"{SUMS}epoch (\d+)/\d+")
 
 
 class Stateful(Protocol):
@@ -48,48 +59,112 @@ class Summed(Protocol):
         ...
 
 
-class Registry:
-    """Names, what they stand for, and the restored state that nobody has claimed yet."""
+class Own(Protocol):
+    """What each replica has its own state of, such as a random generator."""
 
-    def __init__(self) -> None:
+    def state_dict(self) -> Any:
+        """This replica's state."""
+        ...
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Takes over what `state_dict` returned on the replica of the same number.
+
+        The state is None where there is none: the number of replicas has changed, the host that
+        had it is gone, or it was not kept.
+        """
+        ...
+
+
+class Registry:
+    """Names, what they stand for, and the restored state that nobody has claimed yet.
+
+    Args:
+        steps: Returns how many steps the job has made.
+    """
+
+    def __init__(self, steps: Callable[[], int] = lambda: 0) -> None:
+        self._steps = steps
         self._shared: dict[str, Stateful] = {}
+        self._released: set[str] = set()
+        self._ageless: set[str] = set()
+        self._own: dict[str, Own] = {}
         self._summed: WeakValueDictionary[str, Summed] = WeakValueDictionary()
         self._numbers: Counter[str] = Counter()
         self._restored: Snapshot | None = None
+        self._first_replica = True
         self._unclaimed: set[str] = set()
+        self._ages: dict[str, int] = {}
         self._first = True
 
     # Registering ---------------------------------------------------------------------------
 
-    def add(self, name: str, thing: Stateful) -> None:
+    def add(self, name: str, thing: Stateful, *, ages: bool = True) -> None:
         """Registers something whose state is the same on all replicas.
+
+        Args:
+            name: What it is called. The name of something that was released may be used again.
+            thing: What to register. Restored state of this name is loaded at once.
+            ages: Whether steps change its state also while it is not registered. False for what
+                nothing changes while it is not in use, as a loader: it may be registered at any
+                time, where the others get a warning if they come late.
 
         Raises:
             ValueError: The name is taken or malformed, or the thing has no state to give.
         """
-        if not name or name.startswith(SUMS) or name != name.strip():
-            raise ValueError(
-                f"{name!r} cannot be a name: it must not be empty or begin with {SUMS}"
-            )
+        _check(name, thing)
         present = self._shared.get(name)
-        if present is not None and present is not thing:
+        if present is not None and present is not thing and name not in self._released:
             raise ValueError(f"{name!r} is registered already, for a {type(present).__name__}")
-        for method in ("state_dict", "load_state_dict"):
-            if not callable(getattr(thing, method, None)):
-                raise ValueError(
-                    f"{name!r} is a {type(thing).__name__} without {method}(); what is registered "
-                    "needs both state_dict() and load_state_dict()"
-                )
-        if present is None and name in self._unclaimed:
+        if name in self._unclaimed:
             assert self._restored is not None
             if name == MODEL:
                 _compare(thing, self._restored)
-            self._claim(name, thing)
+            self._claim(name, thing, now=self._steps() if ages else None)
+        self._ageless = self._ageless - {name} if ages else self._ageless | {name}
         self._shared[name] = thing
+        self._released.discard(name)
 
     def remove(self, name: str) -> None:
-        """Forgets a name, if it is there."""
+        """Forgets a name, and the state that was restored for it: none of it is kept any more."""
         self._shared.pop(name, None)
+        self._released.discard(name)
+        self._own.pop(name, None)
+        for each in (name, OWN + name):
+            if each in self._unclaimed:
+                self._claimed(each)
+
+    def release(self, name: str) -> None:
+        """Gives a name free for another thing; until there is one, the state stays that of this."""
+        if name in self._shared:
+            self._released.add(name)
+
+    def drop_released(self) -> None:
+        """Forgets what was released: another model, which may have fewer parts, takes its place."""
+        for name in self._released:
+            del self._shared[name]
+        self._released.clear()
+
+    def add_own(self, name: str, thing: Own) -> None:
+        """Registers something that each replica has its own state of.
+
+        When a job is resumed with the same number of replicas, each gets back the state of the
+        replica that had its number. Otherwise the thing is told that there is none.
+
+        Args:
+            name: What it is called; apart from the names of `add`.
+            thing: What to register. If the job was resumed, `load_state_dict` is called at once,
+                with None if there is no state for this replica.
+
+        Raises:
+            ValueError: The name is taken or malformed, or the thing has no state to give.
+        """
+        _check(name, thing)
+        present = self._own.get(name)
+        if present is not None and present is not thing:
+            raise ValueError(f"{name!r} is registered already, for a {type(present).__name__}")
+        self._own[name] = thing
+        if present is None and self._restored is not None:
+            self._claim_own(name, thing)
 
     def add_summed(self, when: str, thing: Summed, *, first_replica: bool) -> None:
         """Registers something that each replica has a part of. It is held weakly.
@@ -108,17 +183,50 @@ class Registry:
     # Taking --------------------------------------------------------------------------------
 
     def take(self, version: Version) -> Snapshot:
-        """The state of everything that is the same on all replicas. Tensors are not copied."""
-        tree: dict[str, Json] = {}
-        tensors: dict[str, Tensor] = {}
+        """The state of everything that is the same on all replicas. Tensors are not copied.
+
+        What was restored and has not been claimed is in it as it was restored.
+        """
+        left = {name for name in self._unclaimed if not name.startswith((SUMS, OWN))}
+        # First, so that they keep their names: those of the others avoid names that are taken.
+        tree, tensors = self._left(left)
+        stale = {name: age for name in left if (age := self._ages[name]) < version.step}
         for name, thing in self._shared.items():
-            tree[name], _ = split(name, thing.state_dict(), tensors)
+            if name not in left:
+                tree[name], _ = split(name, thing.state_dict(), tensors)
+        if stale:
+            tree[AGES] = stale
         return Snapshot(version, tree, tensors)
 
-    def take_sums(self) -> dict[str, Json]:
-        """This replica's part of everything that is summed."""
+    def take_sums(self, epoch: int = 0) -> dict[str, Json]:
+        """This replica's part of everything that is summed.
+
+        Args:
+            epoch: Epochs that are done: sums of these, which nobody has claimed, are left out.
+        """
+        left: dict[str, Json] = {}
+        if self._first_replica:
+            left, _ = self._left(
+                name
+                for name in self._unclaimed
+                if name.startswith(SUMS) and not _is_past(name, epoch)
+            )
         parts = ((name, thing.state_dict()["sums"]) for name, thing in self._summed.items())
-        return {name: split(name, dict(sums))[0] for name, sums in parts}
+        return left | {name: split(name, dict(sums))[0] for name, sums in parts}
+
+    def take_own(self) -> OwnState:
+        """What this replica alone has. Tensors are not copied."""
+        tree, tensors = self._left(name for name in self._unclaimed if name.startswith(OWN))
+        for name, thing in self._own.items():
+            tree[OWN + name], _ = split(OWN + name, thing.state_dict(), tensors)
+        return OwnState(tree, tensors)
+
+    def _left(self, unclaimed: Iterable[str]) -> tuple[dict[str, Json], dict[str, Tensor]]:
+        """Restored parts that nobody has claimed, as a tree and its tensors."""
+        if self._restored is None:
+            return {}, {}
+        tree = {name: self._restored.tree[name] for name in sorted(unclaimed)}
+        return tree, {each: self._restored.tensors[each] for each in names(tree)}
 
     # Restoring -----------------------------------------------------------------------------
 
@@ -128,7 +236,7 @@ class Registry:
         """Gives each registered thing its state, and keeps the rest for those to come.
 
         Args:
-            snapshot: The state.
+            snapshot: The state. Of what each replica has its own of, that of this replica alone.
             first_replica: Whether this replica is the one that takes over restored sums.
             without: Names that are not in it because somebody else restores them.
 
@@ -136,27 +244,50 @@ class Registry:
             ValueError: The state belongs to another model; the message says what differs. Also
                 whatever the things themselves raise.
         """
-        if MODEL in self._shared and MODEL not in without:
-            _compare(self._shared[MODEL], snapshot)
-        self._restored = replace(snapshot, tensors=dict(snapshot.tensors))
-        self._unclaimed = set(snapshot.tree)
-        for name, thing in list(self._shared.items()):
+        present = {n: thing for n, thing in self._shared.items() if n not in self._released}
+        if MODEL in present and MODEL not in without:
+            _compare(present[MODEL], snapshot)
+        tree = dict(snapshot.tree)
+        ages = tree.pop(AGES, {})
+        self._restored = replace(snapshot, tree=tree, tensors=dict(snapshot.tensors))
+        self._first_replica = first_replica
+        self._unclaimed = set(tree)
+        self._ages = {name: int(ages.get(name, snapshot.version.step)) for name in tree}
+        for name, thing in present.items():
             if name in self._unclaimed:
-                self._claim(name, thing)
-            elif name not in without:
+                aged = name not in self._ageless
+                self._claim(name, thing, now=snapshot.version.step if aged else None)
+            elif name not in without and name in self._shared:
                 warnings.warn(
-                    f"{name!r} is not in the state that the job goes on from ({snapshot.version}): "
+                    f"{name!r} is not in the state that the job resumes ({snapshot.version}): "
                     "it begins anew",
                     stacklevel=2,
                 )
+        for name, own in list(self._own.items()):
+            self._claim_own(name, own)
         for name, summed in list(self._summed.items()):
             if name in self._unclaimed:
                 self._claim_sums(name, summed, first_replica=first_replica)
 
-    def _claim(self, name: str, thing: Stateful) -> None:
+    def _claim(self, name: str, thing: Stateful, *, now: int | None) -> None:
         assert self._restored is not None
         thing.load_state_dict(self._restored.state(name))
+        if now is not None and now > self._ages[name]:
+            warnings.warn(
+                f"{name!r} was registered at step {now} and resumes from its state at step "
+                f"{self._ages[name]}: what the steps between them changed is missing from it. "
+                "Register it before the first step, in every run of the script",
+                stacklevel=3,
+            )
         self._claimed(name)
+
+    def _claim_own(self, name: str, thing: Own) -> None:
+        assert self._restored is not None
+        if OWN + name not in self._unclaimed:
+            thing.load_state_dict(None)
+            return
+        thing.load_state_dict(self._restored.state(OWN + name))
+        self._claimed(OWN + name)
 
     def _claim_sums(self, name: str, thing: Summed, *, first_replica: bool) -> None:
         assert self._restored is not None
@@ -174,14 +305,63 @@ class Registry:
 
     def warn_of_unclaimed(self) -> None:
         """Warns once of state that was restored and that nobody has registered for."""
-        left = sorted(name for name in self._unclaimed if not name.startswith(SUMS))
+        left = sorted(name for name in self._unclaimed if not name.startswith((SUMS, OWN)))
         if left and self._first:
             warnings.warn(
-                f"the job goes on from a state with {', '.join(map(repr, left))}, which nothing in "
-                "this script has registered: it will be missing from the next checkpoint",
+                f"the job resumes a state with {', '.join(map(repr, left))}, which nothing in "
+                "this script has registered so far: it is kept as it is until something does",
                 stacklevel=2,
             )
         self._first = False
+
+
+def _check(name: str, thing: object) -> None:
+    if not name or name.startswith((SUMS, OWN)) or name != name.strip():
+        raise ValueError(
+            f"{name!r} cannot be a name: it must not be empty or begin with {SUMS} or {OWN}"
+        )
+    for method in ("state_dict", "load_state_dict"):
+        if not callable(getattr(thing, method, None)):
+            raise ValueError(
+                f"{name!r} is a {type(thing).__name__} without {method}(); what is registered "
+                "needs both state_dict() and load_state_dict()"
+            )
+
+
+def _is_past(name: str, epoch: int) -> bool:
+    of = _OF_EPOCH.fullmatch(name)
+    return of is not None and int(of[1]) < epoch
+
+
+def gathered(everyone: Mapping[int, OwnState]) -> OwnState:
+    """The own states of replicas, by their numbers, in one tree."""
+    tree: dict[str, Json] = {}
+    tensors: dict[str, Tensor] = {}
+    for replica, own in sorted(everyone.items()):
+        for name, part in own.tree.items():
+            key = f"{OWN}{replica}/{name.removeprefix(OWN)}"
+            tree[key], _ = split(key, join(part, own.tensors), tensors)
+    return OwnState(tree, tensors)
+
+
+def of_replica(snapshot: Snapshot, replica: int, num_replicas: int) -> Snapshot:
+    """A snapshot with the own state of one replica, and without those of the others.
+
+    Args:
+        snapshot: What `gathered` made, with the parts that are the same on all replicas.
+        replica: The replica that is to get it.
+        num_replicas: How many there are now. At another number than before, no replica gets any:
+            who has which data has changed.
+    """
+    tree = {name: part for name, part in snapshot.tree.items() if not name.startswith(OWN)}
+    if snapshot.tree.get("job", {}).get("replicas") == num_replicas:
+        prefix = f"{OWN}{replica}/"
+        tree |= {
+            OWN + name.removeprefix(prefix): part
+            for name, part in snapshot.tree.items()
+            if name.startswith(prefix)
+        }
+    return replace(snapshot, tree=tree, tensors={n: snapshot.tensors[n] for n in names(tree)})
 
 
 def add_up(parts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:

@@ -88,9 +88,12 @@ class BatchSizes:
             self._replayed = trace
             self._forget_autoscaler()
         job.autoscaler = self.autoscaler
-        job.registry.remove(name)
-        if self.autoscaler is not None:
-            job.registry.add(name, self.autoscaler)
+        if self.autoscaler is None:
+            job.registry.remove(name)
+        else:
+            # The user may have set another one since the last epoch.
+            job.registry.release(name)
+            job.registry.add(name, self.autoscaler, ages=False)
             if self.autoscaler not in job.voters:
                 job.voters.append(self.autoscaler)
 
