@@ -51,6 +51,23 @@ def test_a_script_runs_as_by_itself(tmp_path):
     assert (tmp_path / "random-0").read_text() != (tmp_path / "random-1").read_text()
 
 
+def test_children_of_a_script_without_a_guard_start_by_the_usual_method(tmp_path):
+    """As without `--warm`: workers of a DataLoader do not run the script once more."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "print('script runs')\n"
+        "data = list(range(6))\n"
+        "batches = list(DataLoader(data, 2, num_workers=1, collate_fn=lambda batch: sum(batch)))\n"
+        "print(f'sums {batches}')\n"
+    )
+    done = resilin_run("--max-restarts", 0, script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("script runs") == 1
+    assert "sums [1, 5, 9]" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("body", "told"),
     [("raise ValueError('wrong')", "ValueError: wrong"), ("import sys; sys.exit(3)", "code 3")],

@@ -4,8 +4,9 @@ Most of the time in which a job stands still after a fault goes into starting Py
 torch in the new workers. With `--warm` the agent keeps a process at hand that has done both (the
 fork server of multiprocessing, with torch's own support for it), and a worker begins with the
 first line of its script. The script runs as it would by itself, with these differences: Python's
-own command-line options do not reach it, and `multiprocessing` does not take it for the main
-process. Nothing touches CUDA before the fork; that was not run on a GPU yet.
+own command-line options do not reach it, and `multiprocessing.parent_process()` is not None there.
+Its own children, such as those of a DataLoader, start by the usual method. Nothing touches CUDA
+before the fork; that was not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ def run_script(script: str, *arguments: str) -> None:
 
     # A process of its own would have got random numbers of its own.
     np.random.seed()
+    # The method that started this process is not that of its children: a forkserver would run the
+    # script once more in each worker of a DataLoader.
+    multiprocessing.set_start_method(None, force=True)
     code: object = None
     try:
         runpy.run_path(script, run_name="__main__")

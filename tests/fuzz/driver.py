@@ -1,0 +1,255 @@
+"""Runs cases under the real launcher, and compares what comes out with the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from tests.fuzz import script
+from tests.fuzz.oracle import Oracle
+from tests.fuzz.program import Case
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-10
+"""Largest relative distance that counts as the same, in float64."""
+HANG = 180.0
+"""Seconds without any sign of life after which a case counts as hung."""
+NUM_WORKERS = 4
+
+REFUSALS: dict[str, str] = {}
+"""Refusals that are right, by name: a regular expression of the sentence that resilin raises."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one case."""
+
+    case: Case
+    kind: str
+    """`same`, `refused`, or a failure: `different`, `error`, `hung`, `restart loop`."""
+    detail: str = ""
+    distance: float = 0.0
+    kills: int = 0
+    lives: int = 0
+
+    @property
+    def failed(self) -> bool:
+        return self.kind not in ("same", "refused")
+
+
+# Running ---------------------------------------------------------------------------------------
+
+
+def run_cases(
+    cases: Sequence[Case], folder: Path, *, on_done: Callable[[Outcome], None] = lambda _: None
+) -> list[Outcome]:
+    """Runs cases one after the other in one launched job of four workers."""
+    for number, case in enumerate(cases):
+        path = folder / "cases" / f"{number:04d}"
+        path.mkdir(parents=True)
+        (path / "case.json").write_text(case.to_json())
+        (path / "script.py").write_text(script.write(case.program))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
+        "FUZZ_PORT": str(store.port),
+        "FUZZ_LAUNCH": uuid.uuid4().hex,
+        "RESILIN_LOG": os.environ.get("RESILIN_LOG", "WARNING"),
+    }
+    environ.pop("RESILIN_MEMORY_DIR", None)
+    command = [sys.executable, "-m", "resilin.cli", "run", "--warm"]
+    command += ["--nproc", str(max(max(case.worlds) for case in cases)), "--run-dir", "off"]
+    command += ["--memory-dir", str(folder / "unused"), "--max-restarts", "100000"]
+    command += [str(ROOT / "tests" / "fuzz" / "worker.py"), str(folder)]
+    outcomes: list[Outcome] = []
+    with (folder / "log").open("ab") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=environ, start_new_session=True
+        )
+    try:
+        for number, case in enumerate(cases):
+            path = folder / "cases" / f"{number:04d}"
+            expected = _oracle(case)
+            _wait(path, process)
+            outcomes.append(judge(case, path, expected))
+            on_done(outcomes[-1])
+        process.wait(timeout=60)
+    finally:
+        _end(process)
+        del store
+    return outcomes
+
+
+def _oracle(case: Case) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return Oracle(case.program).run()
+
+
+def _wait(path: Path, process: subprocess.Popen[bytes]) -> None:
+    """Waits until the case is done; one that hangs is ended, and the workers with it."""
+    seen: set[str] = set()
+    since = time.monotonic()
+    while not (path / "done").exists():
+        now = {entry.name for entry in path.iterdir()} | _written(path)
+        if now != seen:
+            seen, since = now, time.monotonic()
+        if process.poll() is not None and not (path / "done").exists():
+            (path / "done").write_text(f"launcher ended with {process.returncode}")
+        elif time.monotonic() - since > HANG:
+            life = len(list(path.glob("life-*"))) - 1
+            record = {"type": "Hung", "message": f"for {HANG} s", "time": 0, "traceback": ""}
+            (path / f"error-{life}-driver").write_text(json.dumps(record))
+            for pid in _descendants(process.pid):
+                _signal(pid, signal.SIGUSR2)
+            time.sleep(1)
+            for pid in _descendants(process.pid):
+                if b"worker.py" in _command(pid) or _is_worker(pid, process.pid):
+                    _signal(pid, signal.SIGKILL)
+            since = time.monotonic()
+        time.sleep(0.02)
+
+
+def _written(path: Path) -> set[str]:
+    """Signs that something is happening, besides new files."""
+    with contextlib.suppress(OSError):
+        return {f"{e.name}@{e.stat().st_mtime_ns}" for e in (path / "memory").iterdir()}
+    return set()
+
+
+def _descendants(pid: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, timeout=10)
+    mine = [int(line) for line in found.stdout.split()]
+    return mine + [other for child in mine for other in _descendants(child)]
+
+
+def _command(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def _is_worker(pid: int, agent: int) -> bool:
+    """Workers are forked from a server that is a child of the agent."""
+    with contextlib.suppress(OSError, IndexError):
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return parent != agent and b"forkserver" in _command(parent)
+    return False
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    pids = _descendants(process.pid)
+    if process.poll() is None:
+        process.kill()
+    for pid in pids:
+        _signal(pid, signal.SIGKILL)
+    process.wait()
+
+
+# Judging ---------------------------------------------------------------------------------------
+
+
+def judge(case: Case, path: Path, expected: dict[str, Any]) -> Outcome:
+    """Compares what the replicas wrote down with each other and with the oracle."""
+    lives = len(list(path.glob("life-*")))
+    facts: dict[str, Any] = {
+        "case": case,
+        "kills": len(list(path.glob("killed-*"))),
+        "lives": lives,
+    }
+    how = (path / "done").read_text()
+    if how == "error":
+        errors = [json.loads(p.read_text()) for p in path.glob(f"error-{lives - 1}-*")]
+        first = min(errors, key=lambda error: error["time"])
+        told = f"{first['type']}: {first['message']}"
+        for name, pattern in REFUSALS.items():
+            if re.search(pattern, told):
+                return Outcome(**facts, kind="refused", detail=name)
+        kind = "hung" if first["type"] == "Hung" else "error"
+        return Outcome(**facts, kind=kind, detail=told + "\n" + first["traceback"])
+    if how != "ran":
+        return Outcome(**facts, kind="restart loop", detail=how)
+    replicas = [torch.load(p) for p in sorted(path.glob(f"result-{lives - 1}-*.pt"))]
+    if len(replicas) != case.world(lives - 1):
+        return Outcome(**facts, kind="error", detail=f"{len(replicas)} replicas have reported")
+    for number, other in enumerate(replicas[1:], 1):
+        where = difference(replicas[0], other, 0.0)[0]
+        if where:
+            return Outcome(
+                **facts, kind="different", detail=f"replicas 0 and {number} differ: {where}"
+            )
+    where, distance = difference(expected, replicas[0], TOLERANCE)
+    if where:
+        return Outcome(**facts, kind="different", detail=where, distance=distance)
+    return Outcome(**facts, kind="same", distance=distance)
+
+
+def difference(expected: Any, got: Any, tolerance: float, name: str = "") -> tuple[str, float]:
+    """Where two states differ, in words (empty if nowhere), and the largest relative distance."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        if expected.keys() != got.keys():
+            odd = sorted(map(str, expected.keys() ^ got.keys()))
+            return f"{name}: only one side has {odd}", 1.0
+        pairs = [(f"{name}.{k}".lstrip("."), expected[k], got[k]) for k in expected]
+    elif isinstance(expected, list | tuple) and isinstance(got, list | tuple):
+        if len(expected) != len(got):
+            return f"{name}: expected {len(expected)} values and got {len(got)}", 1.0
+        pairs = [(f"{name}[{i}]", e, g) for i, (e, g) in enumerate(zip(expected, got, strict=True))]
+    else:
+        return _value_difference(expected, got, tolerance, name)
+    found, worst = "", 0.0
+    for key, e, g in pairs:
+        where, distance = difference(e, g, tolerance, key)
+        found, worst = found or where, max(worst, distance)
+    return found, worst
+
+
+def _value_difference(expected: Any, got: Any, tolerance: float, name: str) -> tuple[str, float]:
+    numbers = isinstance(expected, int | float) and isinstance(got, int | float)
+    if not numbers and not (isinstance(expected, Tensor) and isinstance(got, Tensor)):
+        return ("", 0.0) if expected == got else (f"{name}: expected {expected}, got {got}", 1.0)
+    e, g = torch.as_tensor(expected).double(), torch.as_tensor(got).double()
+    if e.shape != g.shape:
+        return f"{name}: expected shape {tuple(e.shape)}, got {tuple(g.shape)}", 1.0
+    if torch.equal(e, g):
+        return "", 0.0
+    length = max(float(e.norm()), 1e-3)
+    distance = float((e - g).norm()) / length
+    if distance <= tolerance:
+        return "", distance
+    return f"{name}: expected {e.tolist()}, got {g.tolist()} (relative {distance:.3g})", distance
+
+
+@contextlib.contextmanager
+def scratch() -> Any:
+    """A folder in memory, removed in the end."""
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    path = Path(tempfile.mkdtemp(prefix="resilin-fuzz-", dir=place))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,187 @@
+"""The oracle: the same program in plain PyTorch, in one process, one batch per step.
+
+It takes the order of samples from `resilin.core.stream`, and nothing else from resilin: the batch
+sizes, the factors of the rules and the clock are written out here once more.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from resilin.core.stream import SampleStream
+from tests.fuzz import parts
+from tests.fuzz.program import Program
+
+ROUNDING = 1e-6
+
+
+class Oracle:
+    """One undisturbed run of a program."""
+
+    def __init__(self, program: Program) -> None:
+        self.p = program
+        self.stream = SampleStream(program.num_samples, shuffle=program.shuffle)
+        self.cursor = 0
+        self.steps = 0
+        self.samples = 0
+        self.sample_steps = 0.0
+        self.epoch = 0
+        self.data = parts.train_data(program)
+        self.test = parts.test_data(program)
+        self.net = parts.make_net(program)
+        self.optimizer = parts.make_optimizer(program, self.net)
+        self.scheduler = parts.make_scheduler(program, self.optimizer)
+        self.scaler = parts.make_scaler() if program.scaler else None
+        self.ema = parts.Ema(self.net) if program.ema else None
+        self.history = parts.History()
+
+    def run(self) -> dict[str, Any]:
+        p = self.p
+        for self.epoch in range(p.epochs):
+            parts.freeze(p, self.net, self.epoch)
+            self._epoch()
+            if p.evaluate != "none" and p.evaluate_every is None:
+                self._evaluate()
+            if self.scheduler is not None and p.schedule == "epoch":
+                if p.scheduler == "ReduceLROnPlateau":
+                    self.scheduler.step(self.history.values[-1])
+                else:
+                    self.scheduler.step()
+        return parts.final_state(
+            self.net,
+            self.optimizer,
+            self.scheduler,
+            self.scaler,
+            self.ema,
+            self.history,
+            self.steps,
+            self.samples,
+        )
+
+    # Data ----------------------------------------------------------------------------------
+
+    def _batch_size(self) -> int:
+        p = self.p
+        if p.sizes == "fixed":
+            return p.batch_size
+        index = {
+            "trace": self.steps // 2,
+            "clock": self.steps // 2,
+            "schedule": int((self.sample_steps + ROUNDING) // 2),
+            "epoch": self.epoch,
+        }[p.sizes]
+        return p.trace[min(index, len(p.trace) - 1)]
+
+    def _span(self) -> range:
+        """The positions of the next step."""
+        size, n = self._batch_size(), self.p.num_samples
+        left = n - self.cursor % n
+        if size <= left or self.p.tail == "straddle":
+            return range(self.cursor, self.cursor + size)
+        if self.p.tail == "short":
+            return range(self.cursor, self.cursor + left)
+        return range(self.cursor + left, self.cursor + left + size)
+
+    def _reference_steps(self, cursor: int) -> float:
+        n, b = self.p.num_samples, self.p.batch_size
+        epoch, offset = divmod(cursor, n)
+        if self.p.tail == "drop":
+            return epoch * (n // b) + min(offset / b, n // b)
+        per_epoch = n / b if self.p.tail == "straddle" else -(-n // b)
+        return epoch * per_epoch + offset * per_epoch / n
+
+    # One epoch -----------------------------------------------------------------------------
+
+    def _epoch(self) -> None:
+        p, n = self.p, self.p.num_samples
+        end = (self._span().start // n + 1) * n
+        while self.cursor < end and self._span().start < end:
+            span = self._span()
+            committed = self._step(span)
+            self.cursor = span.stop
+            if self.scheduler is not None and p.schedule == "step":
+                self.scheduler.step()
+            if not committed:
+                continue
+            if self.ema is not None:
+                self.ema.update(self.net)
+            if p.evaluate != "none" and p.evaluate_every and self.steps % p.evaluate_every == 0:
+                self._evaluate()
+            if p.break_after is not None and self.steps >= (self.epoch + 1) * p.break_after:
+                return
+        self.cursor = max(self.cursor, end)
+
+    def _step(self, span: range) -> bool:
+        """One batch. Returns whether the optimizer stepped; a GradScaler may have skipped it."""
+        p = self.p
+        indices = torch.as_tensor(self.stream.indices(span))
+        x, y, idx, weight = (tensor[indices] for tensor in self.data.tensors)
+        self.optimizer.zero_grad()
+        out, seen = self.net(x, idx)
+        loss = parts.sample_loss(p, out, y, seen, weight)
+        if self.scaler is not None:
+            loss = self.scaler.scale(parts.overflow(loss, idx, self.scaler))
+        loss.backward()
+        size = self._batch_size()
+        scale = size / p.batch_size
+        if len(span) < size:
+            scale = min(scale, float(math.ceil(len(span) / p.batch_size)))
+        if p.clip != "none":
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            invariant = parts.MAX_NORM / math.sqrt(min(1.0, scale))
+            norm = {
+                "fixed": parts.MAX_NORM,
+                "invariant": invariant,
+                "loosen": max(parts.MAX_NORM, invariant),
+            }[p.clip]
+            torch.nn.utils.clip_grad_norm_(self.net.parameters(), norm)
+        own = [dict(group) for group in self.optimizer.param_groups]
+        self._apply_rule(scale)
+        committed = True
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            before = self.scaler.get_scale()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            committed = self.scaler.get_scale() >= before
+        for group, before_step in zip(self.optimizer.param_groups, own, strict=True):
+            group.update({k: before_step[k] for k in before_step if k != "params"})
+        if not committed:
+            return False
+        made = self._reference_steps(span.stop) - self._reference_steps(self.cursor)
+        before_time, self.sample_steps = self.sample_steps, self.sample_steps + made
+        self.steps += 1
+        self.samples += len(span)
+        if self.scheduler is not None and p.schedule == "clock":
+            num = math.floor(self.sample_steps + ROUNDING) - math.floor(before_time + ROUNDING)
+            for _ in range(num):
+                self.scheduler.step()
+        return True
+
+    def _apply_rule(self, scale: float) -> None:
+        rule = self.p.rule
+        for group in self.optimizer.param_groups:
+            factor = {"constant": 1.0, "linear": scale, "sqrt": scale**0.5, "malladi": scale**0.5}
+            if rule == "legw":
+                warm = min(1.0, (self.sample_steps + scale) / (parts.WARMUP * scale))
+                lr = warm * scale**0.5
+            else:
+                lr = factor[rule]
+            group["lr"] *= lr
+            if rule == "sqrt" and self.p.optimizer != "adam":
+                # L2 in Adam is divided by the gradient's own size, so it has no factor.
+                group["weight_decay"] *= scale / lr
+            if rule == "malladi" and "betas" in group:
+                group["betas"] = tuple(beta**scale for beta in group["betas"])
+                group["eps"] *= scale**-0.5
+
+    def _evaluate(self) -> None:
+        with torch.no_grad():
+            x, y, idx, _ = self.test.tensors
+            out, _ = self.net(x, idx)
+            self.history.append(float(((out - y) ** 2).sum()))

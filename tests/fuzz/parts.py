@@ -1,0 +1,251 @@
+"""What a random program is made of besides its loop: data, model, optimizer, scheduler, average.
+
+All of it is plain PyTorch. Script and oracle build the same parts, and only the loop differs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as schedulers
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from tests.fuzz.program import Program
+
+FEATURES = 3
+NUM_TEST = 7
+MAX_NORM = 0.3
+"""Threshold of clipping, at the reference batch."""
+WARMUP = 5.0
+"""Length of the warm-up of the rule `legw`, in reference steps."""
+
+
+def train_data(p: Program) -> TensorDataset:
+    """Inputs, targets, index and weight (tokens) of each sample."""
+    generator = torch.Generator().manual_seed(p.data_seed)
+    x = torch.randn(p.num_samples, FEATURES, generator=generator, dtype=torch.float64)
+    y = torch.randn(p.num_samples, 1, generator=generator, dtype=torch.float64)
+    weight = torch.randint(1, 5, (p.num_samples,), generator=generator).double()
+    return TensorDataset(x, y, torch.arange(p.num_samples), weight)
+
+
+def test_data(p: Program) -> TensorDataset:
+    generator = torch.Generator().manual_seed(p.data_seed + 1)
+    x = torch.randn(NUM_TEST, FEATURES, generator=generator, dtype=torch.float64)
+    y = torch.randn(NUM_TEST, 1, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, y, torch.zeros(NUM_TEST, dtype=torch.long), torch.ones(NUM_TEST))
+
+
+class Net(nn.Module):
+    """A small model that also counts: each use of a sample gives its `seen` a gradient of 1/B."""
+
+    def __init__(self, p: Program) -> None:
+        super().__init__()
+        self.kind = p.net
+        hidden = FEATURES if p.net in ("linear", "tied") else 4
+        self.first = nn.Linear(FEATURES, hidden)
+        if p.net != "linear":
+            self.second = nn.Linear(hidden, hidden)
+        if p.net == "tied":
+            self.second.weight = self.first.weight
+        self.head = nn.Linear(hidden, 1)
+        if p.net in ("unused", "sometimes"):
+            self.extra = nn.Linear(FEATURES, 1)
+        self.seen = nn.Parameter(torch.zeros(p.num_samples))
+
+    def forward(self, x: Tensor, idx: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x)
+        if self.kind == "checkpointed":
+            hidden = checkpoint(self._middle, hidden, use_reentrant=False)
+        elif self.kind != "linear":
+            hidden = self._middle(hidden)
+        out = self.head(hidden)
+        if self.kind == "sometimes":
+            chosen = x[:, 0] > 0.8
+            if chosen.any():
+                out = out + torch.zeros_like(out).index_put((chosen,), self.extra(x[chosen]))
+        return out, self.seen[idx]
+
+    def _middle(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.second(torch.tanh(hidden)))
+
+
+def make_net(p: Program) -> Net:
+    torch.manual_seed(p.data_seed)
+    net = Net(p).double()
+    freeze(p, net, 0)
+    return net
+
+
+def freeze(p: Program, net: Net, epoch: int) -> None:
+    """Trains the first layer, or not, in this epoch."""
+    off = {"none": False, "first": epoch == 0, "last": epoch == p.epochs - 1, "always": True}
+    net.first.requires_grad_(not off[p.frozen])
+
+
+def make_optimizer(p: Program, net: Net) -> torch.optim.Optimizer:
+    body = [q for name, q in net.named_parameters() if name != "seen"]
+    half = 1 + len(body) // 2 if p.groups == 2 else len(body)
+    groups: list[dict[str, Any]] = [{"params": body[:half]}]
+    if body[half:]:
+        groups.append({"params": body[half:], "lr": 0.03, "weight_decay": 0.002})
+    if p.optimizer in ("adam", "adamw"):
+        make = torch.optim.Adam if p.optimizer == "adam" else torch.optim.AdamW
+        groups.append({"params": [net.seen], "lr": 0.1, "weight_decay": 0.0})
+        return make(groups, lr=0.02, weight_decay=p.weight_decay)
+    groups.append({"params": [net.seen], "lr": 1.0, "momentum": 0, "weight_decay": 0})
+    if p.optimizer == "nesterov":
+        groups[-1]["nesterov"] = False
+    return torch.optim.SGD(
+        groups,
+        lr=0.05,
+        momentum=0.0 if p.optimizer == "sgd" else 0.9,
+        nesterov=p.optimizer == "nesterov",
+        weight_decay=p.weight_decay,
+    )
+
+
+def make_scheduler(p: Program, optimizer: torch.optim.Optimizer) -> Any:
+    if p.scheduler == "none":
+        return None
+    per_epoch = -(-p.num_samples // p.batch_size)
+    total = {
+        "epoch": p.epochs + 1,
+        "clock": p.epochs * per_epoch,
+        "step": p.epochs * p.num_samples + 1,
+    }[p.schedule]
+    lrs = [group["lr"] for group in optimizer.param_groups]
+    momentum = p.optimizer not in ("sgd", "momentum", "nesterov")
+    third = max(1, total // 3)
+    make = getattr(schedulers, p.scheduler)
+    arguments: dict[str, Any] = {
+        "StepLR": {"step_size": third, "gamma": 0.7},
+        "MultiStepLR": {"milestones": [1, third + 1], "gamma": 0.6},
+        "ExponentialLR": {"gamma": 0.93},
+        "CosineAnnealingLR": {"T_max": total},
+        "CosineAnnealingWarmRestarts": {"T_0": third},
+        "LinearLR": {"start_factor": 0.3, "total_iters": third},
+        "ConstantLR": {"factor": 0.4, "total_iters": third},
+        "PolynomialLR": {"total_iters": 2 * third, "power": 2.0},
+        "LambdaLR": {"lr_lambda": lambda n: 1 / (1 + 0.1 * n)},
+        "MultiplicativeLR": {"lr_lambda": lambda n: 0.97},
+        "CyclicLR": {
+            "base_lr": [lr / 4 for lr in lrs],
+            "max_lr": lrs,
+            "step_size_up": third,
+            "cycle_momentum": False,
+        },
+        "OneCycleLR": {"max_lr": lrs, "total_steps": total, "cycle_momentum": momentum},
+        "ReduceLROnPlateau": {"factor": 0.5, "patience": 0},
+    }.get(p.scheduler, {})
+    if p.scheduler == "SequentialLR":
+        chain = [
+            schedulers.LinearLR(optimizer, 0.5, total_iters=third),
+            schedulers.ExponentialLR(optimizer, 0.95),
+        ]
+        return schedulers.SequentialLR(optimizer, chain, milestones=[third])
+    if p.scheduler == "ChainedScheduler":
+        return schedulers.ChainedScheduler(
+            [schedulers.ConstantLR(optimizer, 0.5, third), schedulers.ExponentialLR(optimizer, 0.9)]
+        )
+    return make(optimizer, **arguments)
+
+
+def make_scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+
+
+def sample_loss(p: Program, out: Tensor, y: Tensor, seen: Tensor, weight: Tensor) -> Tensor:
+    """The mean over samples, or over tokens."""
+    per_sample = ((out - y) ** 2).squeeze(1) + seen
+    if p.weights == "samples":
+        return per_sample.mean()
+    return (per_sample * weight).sum() / weight.sum()
+
+
+def overflow(loss: Tensor, idx: Tensor, scaler: torch.amp.GradScaler) -> Tensor:
+    """Makes the loss infinite where a certain sample is in the batch and the scale is high."""
+    if scaler.get_scale() > 300 and bool((idx == 1).any()):
+        return loss * torch.inf
+    return loss
+
+
+class Ema:
+    """A moving average of all parameters; the user's own object, with state."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.values = [q.detach().clone() for q in net.parameters()]
+        self.num = 0
+
+    def update(self, net: nn.Module) -> None:
+        self.num += 1
+        for value, parameter in zip(self.values, net.parameters(), strict=True):
+            value.mul_(0.9).add_(parameter.detach(), alpha=0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "num": self.num}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num = state["num"]
+        for value, saved in zip(self.values, state["values"], strict=True):
+            value.copy_(saved)
+
+
+class History:
+    """What evaluations said; the user's own object, with state."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def append(self, value: float) -> None:
+        self.values.append(float(value))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": list(self.values)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = list(state["values"])
+
+
+def _plain(value: Any) -> Any:
+    """State without what cannot be compared: functions, and resilin's own attributes."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items() if not callable(v)}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value
+
+
+def final_state(
+    net: Net,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    scaler: Any,
+    ema: Ema | None,
+    history: History,
+    steps: int,
+    samples: int,
+) -> dict[str, Any]:
+    """What must be the same in the script and in the oracle."""
+    state: dict[str, Any] = {
+        "parameters": {name: q.detach().clone() for name, q in net.named_parameters()},
+        "optimizer": _plain(optimizer.state_dict()),
+        "history": list(history.values),
+        "steps": steps,
+        "samples": samples,
+    }
+    if scheduler is not None:
+        state["scheduler"] = {
+            "last_epoch": scheduler.last_epoch,
+            "last_lr": list(scheduler.get_last_lr()),
+        }
+    if scaler is not None:
+        state["scaler"] = _plain(scaler.state_dict())
+    if ema is not None:
+        state["ema"] = _plain(ema.state_dict())
+    return state

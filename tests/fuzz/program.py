@@ -1,0 +1,327 @@
+"""Random training programs: a small record that the script and the oracle are both made from.
+
+A `Program` says what a training loop does, feature by feature, and nothing about how. `script.py`
+writes it down as a script that uses resilin; `oracle.py` runs the same thing in plain PyTorch, in
+one process. A `Case` adds the disturbance: how many replicas each life of the job has, and at which
+point which replica is killed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+HOOKS = (
+    "setup",
+    "wrapped",
+    "epoch",
+    "batch",
+    "forward",
+    "backward",
+    "stepped",
+    "zeroed",
+    "epoch_end",
+    "evaluating",
+    "evaluated",
+    "trained",
+    "reported",
+)
+"""Places in a program where it calls `kill_point(name)`."""
+
+PLACES = (
+    "training/memory.py",
+    "training/recovery.py",
+    "training/restore.py",
+    "training/registry.py",
+    "training/snapshot.py",
+    "training/checkpoint/",
+    "training/loader.py",
+    "training/fetching.py",
+    "training/step.py",
+    "training/parallel.py",
+    "training/optimizer.py",
+    "training/epochs.py",
+    "training/",
+    "engine/",
+)
+"""Files of resilin in which a replica may be killed, at the n-th line that is executed there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """SIGKILL of one replica in one life of the job."""
+
+    replica: int
+    """Which one, modulo the number of replicas of that life."""
+    at: str
+    """A name of `HOOKS`, or `line:` and one of `PLACES`."""
+    count: int
+    """The kill comes when the point is reached for the `count`-th time in that life, from 1."""
+    wipe: bool = False
+    """Whether the copies in memory are lost too, as with the host; only checkpoints are left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What a training loop does."""
+
+    data_seed: int = 0
+    """Chooses data and initial parameters."""
+    num_samples: int = 24
+    batch_size: int = 4
+    """The reference batch."""
+    epochs: int = 2
+    shuffle: bool = True
+    tail: str = "short"
+    num_workers: int = 0
+    max_local_bsz: int | None = None
+    sizes: str = "fixed"
+    """Who sets the batch size: `fixed`, `trace`, `clock` (a function), `schedule`, `epoch` (set by
+    the loop when an epoch begins)."""
+    trace: tuple[int, ...] = ()
+    """Batch sizes, by optimizer step (two steps each) or by epoch; the last one holds."""
+    weights: str = "samples"
+    """What a sample counts by: `samples`, `batch_weight` or `model_weight` (tokens)."""
+
+    net: str = "linear"
+    """`linear`, `mlp`, `tied`, `unused`, `sometimes`, `checkpointed`, `compiled`."""
+    frozen: str = "none"
+    """Which epochs train the first layer: `none` (all do), `first` (not the first epoch), `last`
+    (not the last one), `always` (none does)."""
+    bucket_kb: float | None = None
+    """Size of DDP's buckets; None leaves torch's."""
+
+    optimizer: str = "sgd"
+    """`sgd`, `momentum`, `nesterov`, `adam`, `adamw`."""
+    groups: int = 1
+    """Parameter groups besides that of the sample counts."""
+    weight_decay: float = 0.0
+    rule: str = "linear"
+    """A static rule: `constant`, `linear`, `sqrt`, `malladi`, `legw`; or an adaptive one."""
+    zero_first: bool = False
+    """Whether `zero_grad()` stands at the top of the body rather than at its end."""
+    clip: str = "none"
+    """Policy of `model.clip_grad_norm_`, or `none`."""
+    scaler: bool = False
+    """Whether a GradScaler scales the loss; one sample overflows while the scale is high."""
+
+    scheduler: str = "none"
+    schedule: str = "epoch"
+    """Who steps it: the loop in every `step` or `epoch`, or a `clock`."""
+    ema: bool = False
+    break_after: int | None = None
+    """Committed steps after which an epoch of the loop is left, counted within the epoch."""
+    evaluate: str = "none"
+    """`none`, `eval` (model.eval()), `no_grad` (without eval()), `plain` (a stock loader)."""
+    evaluate_every: int | None = None
+    """Steps between evaluations in the middle of an epoch; None evaluates behind each epoch."""
+    recreate: bool = False
+    """Whether the loader is made anew in each epoch."""
+
+    checkpoint_every: int | None = None
+    """Steps between two checkpoints; None writes none but the last."""
+    checkpoints: bool = False
+    memory_every: int | str = 1
+    stats_every: int | str = "auto"
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the factors depend on measured noise, which the oracle does not know."""
+        return self.rule in ("adascale", "adamscale", "surge")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A program and what befalls it."""
+
+    program: Program
+    worlds: tuple[int, ...] = (1,)
+    """Replicas in each life; the last number holds."""
+    kills: tuple[Kill, ...] = ()
+    """The kill of each life; lives after the last one are left alone."""
+    seed: int | None = None
+    """Where it comes from, if from the generator as it was then."""
+    note: str = field(default="", compare=False)
+
+    def world(self, life: int) -> int:
+        return self.worlds[min(life, len(self.worlds) - 1)]
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "program": changed(self.program),
+                "worlds": self.worlds,
+                "kills": [dataclasses.asdict(kill) for kill in self.kills],
+                "seed": self.seed,
+                "note": self.note,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        record = json.loads(text)
+        return cls(
+            program=program_from(record["program"]),
+            worlds=tuple(record["worlds"]),
+            kills=tuple(Kill(**kill) for kill in record["kills"]),
+            seed=record.get("seed"),
+            note=record.get("note", ""),
+        )
+
+
+def changed(program: Program) -> dict[str, Any]:
+    """The fields that are not at their defaults: what the program is about."""
+    plain = Program()
+    return {
+        f.name: getattr(program, f.name)
+        for f in dataclasses.fields(program)
+        if getattr(program, f.name) != getattr(plain, f.name)
+    }
+
+
+def program_from(fields: dict[str, Any]) -> Program:
+    return Program(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+
+
+# The generator -------------------------------------------------------------------------------
+
+SCHEDULERS = (
+    "StepLR",
+    "MultiStepLR",
+    "ExponentialLR",
+    "CosineAnnealingLR",
+    "CosineAnnealingWarmRestarts",
+    "LinearLR",
+    "ConstantLR",
+    "PolynomialLR",
+    "LambdaLR",
+    "MultiplicativeLR",
+    "CyclicLR",
+    "OneCycleLR",
+    "SequentialLR",
+    "ChainedScheduler",
+)
+
+
+def generate(seed: int, *, max_world: int = 4, kills: bool = True) -> Case:
+    """The case of this seed. Another version of the generator may make another one of it."""
+    dice = random.Random(seed)
+
+    def chance(p: float) -> bool:
+        return dice.random() < p
+
+    num_samples = dice.randint(9, 40)
+    batch_size = dice.randint(2, 8)
+    epochs = dice.randint(1, 4)
+    fields: dict[str, Any] = {
+        "data_seed": dice.randrange(1000),
+        "num_samples": num_samples,
+        "batch_size": batch_size,
+        "epochs": epochs,
+        "shuffle": chance(0.8),
+        "tail": dice.choice(("short", "short", "straddle", "drop")),
+    }
+    if chance(0.6):
+        fields["max_local_bsz"] = dice.randint(1, 4)
+    if chance(0.6):
+        fields["sizes"] = dice.choice(("trace", "clock", "schedule", "epoch"))
+        largest = min(16, num_samples)
+        fields["trace"] = tuple(dice.randint(1, largest) for _ in range(dice.randint(2, 5)))
+    if chance(0.3):
+        fields["weights"] = dice.choice(("batch_weight", "model_weight"))
+    if chance(0.15):
+        fields["num_workers"] = dice.randint(1, 2)
+    fields["net"] = dice.choices(
+        ("linear", "mlp", "tied", "unused", "sometimes", "checkpointed", "compiled"),
+        (3, 4, 2, 1, 1, 1, 0.4),
+    )[0]
+    if chance(0.25):
+        fields["bucket_kb"] = dice.choice((0.05, 0.2, 1.0))
+    fields["optimizer"] = dice.choice(("sgd", "momentum", "nesterov", "adam", "adamw"))
+    if chance(0.4):
+        fields["groups"] = 2
+    if chance(0.4):
+        fields["weight_decay"] = 0.01
+    fields["rule"] = dice.choice(("constant", "linear", "sqrt", "malladi", "legw"))
+    fields["zero_first"] = chance(0.4)
+    if chance(0.25):
+        fields["clip"] = dice.choice(("loosen", "fixed", "invariant"))
+    if chance(0.15):
+        fields["scaler"] = True
+    if chance(0.6):
+        fields["scheduler"] = dice.choice(SCHEDULERS)
+        fields["schedule"] = dice.choice(("epoch", "clock", "step"))
+    elif chance(0.3):
+        fields["scheduler"], fields["schedule"] = "ReduceLROnPlateau", "epoch"
+    fields["ema"] = chance(0.4)
+    if chance(0.2):
+        fields["break_after"] = dice.randint(1, 4)
+    if chance(0.5):
+        fields["evaluate"] = dice.choice(("eval", "eval", "no_grad", "plain"))
+        if chance(0.3):
+            fields["evaluate_every"] = dice.randint(1, 4)
+    if chance(0.2):
+        fields["frozen"] = dice.choice(("first", "last", "always"))
+    if chance(0.5):
+        fields["checkpoints"] = True
+        if chance(0.8):
+            fields["checkpoint_every"] = dice.randint(1, 5)
+    if chance(0.2):
+        fields["memory_every"] = dice.choice((2, 3, "auto"))
+    if chance(0.1):
+        fields["stats_every"] = dice.randint(1, 3)
+    program = Program(**fields)
+    case = Case(
+        program=program,
+        worlds=tuple(dice.randint(1, max_world) for _ in range(4)),
+        kills=tuple(_kill(dice, program, life) for life in range(_number(dice) if kills else 0)),
+        seed=seed,
+    )
+    return possible(case)
+
+
+def _number(dice: random.Random) -> int:
+    return dice.choices((0, 1, 2, 3, 4), (1, 5, 4, 2, 1))[0]
+
+
+def _kill(dice: random.Random, program: Program, life: int) -> Kill:
+    if dice.random() < 0.6 or program.net == "compiled":
+        at = dice.choice(HOOKS)
+        once = at in ("setup", "wrapped", "trained", "reported")
+        rare = at in ("epoch", "epoch_end", "evaluating", "evaluated")
+        count = 1 if once else dice.randint(1, 2 if rare else 12)
+    else:
+        at = "line:" + dice.choice(PLACES)
+        count = int(2 ** dice.uniform(0, 11))
+    return Kill(
+        replica=dice.randrange(4),
+        at=at,
+        count=count,
+        wipe=program.checkpoints and dice.random() < 0.25,
+    )
+
+
+def possible(case: Case) -> Case:
+    """The case without combinations that mean nothing, or that mean something else each time."""
+    p = case.program
+    fixes: dict[str, Any] = {}
+    largest = max((p.batch_size, *p.trace))
+    if p.tail == "drop" and largest > p.num_samples:
+        fixes["tail"] = "short"
+    if p.sizes == "fixed" and p.trace:
+        fixes["trace"] = ()
+    if p.scheduler == "ReduceLROnPlateau" and p.evaluate == "none":
+        fixes["evaluate"] = "eval"
+    if p.scheduler == "ReduceLROnPlateau" and p.evaluate_every is not None:
+        fixes["evaluate_every"] = None
+    if p.stats_every != "auto" and p.clip in ("loosen", "invariant"):
+        # The threshold would follow noise that the oracle does not know.
+        fixes["clip"] = "fixed"
+    if p.adaptive and p.clip in ("loosen", "invariant"):
+        fixes["clip"] = "fixed"
+    if p.schedule == "clock" and p.scheduler in ("none", "ReduceLROnPlateau"):
+        fixes["schedule"] = "epoch"
+    return dataclasses.replace(case, program=dataclasses.replace(p, **fixes))

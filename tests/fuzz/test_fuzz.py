@@ -1,0 +1,108 @@
+"""Random programs: the oracle, the generator and the shrinker by themselves, and a few real runs.
+
+`benchmarks/torture.py` runs many; here is what shows within seconds that the machinery can tell
+right from wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.fuzz import driver
+from tests.fuzz.driver import difference
+from tests.fuzz.oracle import Oracle
+from tests.fuzz.program import Case, Kill, Program, generate
+from tests.fuzz.script import write
+from tests.fuzz.shrink import shrink, simpler
+
+
+def test_a_seed_is_always_the_same_case_and_survives_its_text_form():
+    for seed in range(200):
+        case = generate(seed)
+        assert case == generate(seed)
+        assert Case.from_json(case.to_json()) == case
+        compile(write(case.program), "script", "exec")
+
+
+def test_the_oracle_counts_samples_exactly():
+    """Under the linear rule each use of a sample moves `seen` by one over the reference batch."""
+    program = Program(num_samples=10, batch_size=4, epochs=3, sizes="trace", trace=(3, 7, 2))
+    state = Oracle(program).run()
+    assert state["samples"] == 30
+    # A short batch at the end of an epoch counts as the whole reference steps it stands for.
+    assert (state["parameters"]["seen"] < 0).all()
+    even = Oracle(dataclasses.replace(program, num_samples=12, sizes="fixed", trace=())).run()
+    torch.testing.assert_close(
+        even["parameters"]["seen"], torch.full((12,), -3 / 4, dtype=torch.float64)
+    )
+
+
+def test_a_difference_is_named_and_a_tolerance_is_kept():
+    base = {"a": torch.ones(3, dtype=torch.float64), "b": [1, 2.0]}
+    assert difference(base, base, 0.0) == ("", 0.0)
+    near = {"a": base["a"] * (1 + 1e-12), "b": [1, 2.0]}
+    assert difference(base, near, 1e-10)[0] == ""
+    assert difference(base, near, 0.0)[0].startswith("a:")
+    assert difference(base, {"a": base["a"], "b": [1, 2.1]}, 1e-10)[0].startswith("b[1]:")
+    assert difference(base, {"a": base["a"]}, 1e-10)[0]
+    nan = {"a": torch.full((3,), torch.nan, dtype=torch.float64), "b": [1, 2.0]}
+    assert difference(base, nan, 1e-10)[0].startswith("a:")
+
+
+def test_shrinking_keeps_what_matters():
+    kill = Kill(replica=1, at="stepped", count=8)
+    case = Case(
+        program=Program(ema=True, scheduler="StepLR", optimizer="adamw", clip="fixed", epochs=4),
+        worlds=(3, 2, 4),
+        kills=(kill, Kill(replica=0, at="epoch", count=1)),
+    )
+
+    def fails(case: Case) -> bool:
+        return case.program.clip == "fixed" and any(kill.at == "stepped" for kill in case.kills)
+
+    small = shrink(case, fails)
+    assert fails(small)
+    assert not any(fails(less) for less in simpler(small) if less != small)
+    assert small.program == Program(clip="fixed", epochs=1, num_samples=4)
+    assert [kill.at for kill in small.kills] == ["stepped"]
+
+
+@pytest.mark.timeout(300)
+def test_programs_under_kills_end_as_in_plain_pytorch(tmp_path, monkeypatch):
+    """The last one is compared with the oracle of another program: that must be found."""
+    monkeypatch.setattr(driver, "_oracle", oracle_of)
+    cases = [
+        Case(program=Program(ema=True, optimizer="adamw", evaluate="eval"), worlds=(2,)),
+        Case(
+            program=Program(
+                net="mlp",
+                optimizer="momentum",
+                max_local_bsz=2,
+                sizes="trace",
+                trace=(4, 9, 3),
+                weights="batch_weight",
+                scheduler="OneCycleLR",
+                schedule="clock",
+                rule="sqrt",
+            ),
+            worlds=(2, 3, 1),
+            kills=(
+                Kill(replica=1, at="backward", count=3),
+                Kill(replica=0, at="line:training/memory.py", count=40),
+            ),
+        ),
+        Case(program=Program(), worlds=(2,), note="another program"),
+    ]
+    *outcomes, wrong = driver.run_cases(cases, tmp_path)
+    assert [(o.kind, o.detail) for o in outcomes] == [("same", "")] * 2
+    assert [o.kills for o in outcomes] == [0, 2]
+    assert wrong.kind == "different"
+    assert wrong.detail.startswith("parameters")
+
+
+def oracle_of(case: Case) -> dict:
+    changes = {"weight_decay": 1e-6} if case.note else {}
+    return Oracle(dataclasses.replace(case.program, **changes)).run()
