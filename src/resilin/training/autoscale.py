@@ -53,6 +53,11 @@ class Autoscaler:
         """The last decision of replica 0; None on other replicas."""
 
     @property
+    def settings(self) -> tuple[int, BatchBounds]:
+        """What it was made with: the reference batch, and the bounds of the user."""
+        return self._tuner.reference, self._tuner.bounds
+
+    @property
     def reference(self) -> int:
         """The reference batch."""
         return self._tuner.reference

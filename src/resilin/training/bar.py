@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+import torch
+
 from resilin.telemetry.progress import Display
 from resilin.training.job import Job, current_job
 from resilin.training.loader import AdaptiveDataLoader
@@ -48,7 +50,7 @@ class _Pass:
     def __init__(self, job: Job, loader: AdaptiveDataLoader) -> None:
         self._job = job
         self._loader = loader
-        self._trains = job.model is not None and job.model.training
+        self._trains = job.model is not None and job.model.training and torch.is_grad_enabled()
         self._seen = 0
         self._base: float | None = None
 

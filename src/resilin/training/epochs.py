@@ -22,11 +22,15 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
     job = current_job()
     job.total_epochs = _validate.whole("num_epochs", num_epochs, at_least=0)
     recovery = start(job)
-    while job.epoch < num_epochs:
-        job.epoch_is_new = True
-        yield job.epoch
-        job.epoch += 1
-        recovery.between_epochs()
+    try:
+        while job.epoch < num_epochs:
+            job.epoch_is_new = True
+            job.cursors.begin_epoch()
+            yield job.epoch
+            job.epoch += 1
+            recovery.between_epochs()
+    finally:
+        job.cursors.end_epochs()
     recovery.finish()
 
 

@@ -61,6 +61,7 @@ class Fetcher:
         self._generation = 0
         self._ahead: deque[Ticket] = deque()
         self._next = 0
+        self._expected = 0
         self._left_over: tuple[Ticket, Any] | None = None
 
     def begin(self, position: int) -> None:
@@ -68,7 +69,12 @@ class Fetcher:
         self._generation += 1
         self._ahead.clear()
         self._left_over = None
-        self._next = position
+        self._next = self._expected = position
+
+    def expect(self, position: int) -> None:
+        """Says where the next step begins; drops what is on its way if it is for elsewhere."""
+        if position != self._expected:
+            self.begin(position)
 
     def take(self, positions: range, limit: int, *, behind: int) -> tuple[Any, int]:
         """The next micro-batch: the first of these positions, at most `limit` of them.
@@ -83,6 +89,7 @@ class Fetcher:
         """
         if self._batches is None:
             self._batches = iter(self._loader)
+        self._expected = behind
         while True:
             ticket, batch = self._left_over or next(self._batches)
             self._left_over = None

@@ -27,6 +27,7 @@ from resilin.core.rules import Factors, ScalingRule
 from resilin.engine.base import Engine
 from resilin.engine.group import detect
 from resilin.training.ballot import Voter
+from resilin.training.cursor import Cursors
 from resilin.training.protection import Protection
 from resilin.training.registry import Registry
 
@@ -187,6 +188,8 @@ class MicroBatch:
     """Scale of the step."""
     sample_steps: float
     """Reference steps that the reference run made with these samples."""
+    training: bool = True
+    """Whether the model may train on it; not if the loop began as an evaluation."""
 
 
 class StepSizes(NamedTuple):
@@ -242,8 +245,12 @@ class Job:
     """Which state another framework's checkpoint has brought, in words, if one has."""
     replicas_before: int | None = None
     """How many replicas there were when the state was taken that the job goes on from."""
-    num_loaders: int = 0
-    """How many loaders were made; their numbers name their state."""
+    cursors: Cursors = field(default_factory=Cursors)
+    """How far the loaders that train have come."""
+    iteration: Any = None
+    """The `Iteration` over a loader that handed out the latest micro-batch."""
+    training_passes: list[Any] = field(default_factory=list)
+    """The open iterations that train, in the order in which they began."""
     epoch_is_new: bool = False
     """Whether the loop has begun an epoch and not yet asked a loader for its data."""
     _engine: Engine | None = None

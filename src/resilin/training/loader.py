@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import IterableDataset
 
 from resilin.core import _validate
-from resilin.core.clock import Clock, Reference, step_scale
-from resilin.core.events import FaultEvent
-from resilin.core.plan import BatchBounds, BatchPlan
+from resilin.core.clock import Reference, step_scale
+from resilin.core.plan import BatchPlan
 from resilin.core.stream import TAILS, Ownership, SampleStream, Tail
-from resilin.engine import devices
-from resilin.engine.base import Engine
-from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
-from resilin.training import steering
-from resilin.training.autoscale import Autoscaler
+from resilin.training import iteration, steering
 from resilin.training.boundaries import begin_step, end_epoch, start
+from resilin.training.cursor import Cursor, former_name, refuse_other_data
 from resilin.training.fetching import Fetcher
-from resilin.training.job import MicroBatch, current_job
+from resilin.training.iteration import Iteration
+from resilin.training.job import Job, MicroBatch, current_job
 from resilin.training.room import Room
-from resilin.training.sizes import BatchSize, BatchSizes
+from resilin.training.sized import SizedLoader
+from resilin.training.sizes import BatchSizes
 
 _OWN = {
     "sampler": "the order is that of the sample stream",
@@ -38,16 +36,7 @@ _OWN = {
 }
 
 
-class _Epoch(NamedTuple):
-    """An epoch that is being iterated."""
-
-    began: Clock
-    """Where the clock stood when it began, or went on."""
-    data_end: int
-    """Where its data end in the stream."""
-
-
-class AdaptiveDataLoader:
+class AdaptiveDataLoader(SizedLoader):
     """Loads each sample exactly once per epoch, at any batch size and any number of replicas.
 
     Use it as a DataLoader. `batch_size` is the global batch over all replicas that the learning
@@ -136,81 +125,17 @@ class AdaptiveDataLoader:
             )
         if max_local_bsz is not None:
             _validate.whole("max_local_bsz", max_local_bsz, at_least=1)
-        self._sizes = BatchSizes(self._reference(), max_local_bsz, room)
-        self._failed: str | None = None
+        super().__init__(self.batch_size, BatchSizes(self._reference(), max_local_bsz, room))
         self._batch_weight = batch_weight
-        self._cursor = 0
-        self._span = range(0)
-        self._ended: int | None = None
-        self._skip: int | None = None
-        self._under_way: _Epoch | None = None
-        self._name = f"loader/{current_job().num_loaders}"
-        current_job().num_loaders += 1
+        cursors = current_job().cursors
+        self._name = cursors.name(self._stream.fingerprint)
+        self._made_within = cursors.in_epoch
+        self._identity = object()
+        self._cursor = Cursor(self._name, self._stream)
+        self._joined: tuple[int, int, int] | None = None
         self._owners = Ownership(0, self._engine.num_replicas)
-        self._rank = self._engine.replica
-        self._plan: BatchPlan | None = None
-        self._current_samples = 0
+        self._moving: Iteration | None = None
         self._fetcher = Fetcher(dataset, self._stream, self._cut, dataloader_kwargs)
-
-    # The batch size ------------------------------------------------------------------------
-
-    def set_batch_size(self, batch_size: BatchSize) -> None:
-        """Sets the global batch size from the next step on.
-
-        Args:
-            batch_size: A number, a `BatchTrace` (by optimizer step), a `Schedule`, or a function
-                of the clock. The learning rate follows by the rule of the model.
-        """
-        self._sizes.set(batch_size)
-
-    def autoscale_batch_size(
-        self,
-        max_batch_size: int,
-        local_bsz_bounds: tuple[int, int] | None = None,
-        gradient_accumulation: bool = True,
-    ) -> None:
-        """Lets resilin choose the global batch size while it trains, within bounds.
-
-        Chosen is what learns fastest: samples per second, as measured, times progress per sample,
-        as the noise of the gradient tells. It begins at `batch_size` and may change between any
-        two steps, at most to the double at once. Decisions are events, with what was compared.
-
-        Args:
-            max_batch_size: Upper limit of the global batch; at least `batch_size`.
-            local_bsz_bounds: Smallest and largest micro-batch; `max_local_bsz` still holds.
-            gradient_accumulation: Whether a replica may run more than one micro-batch in a step.
-        """
-        bounds = BatchBounds(max_batch_size, local_bsz_bounds, gradient_accumulation)
-        self._sizes.autoscale(bounds)
-
-    @property
-    def autoscaler(self) -> Autoscaler | None:
-        """What chooses the batch size, if anything does."""
-        return self._sizes.autoscaler
-
-    @property
-    def current_batch_size(self) -> int:
-        """The global batch size of the next step."""
-        return self._sizes.now()
-
-    @property
-    def _engine(self) -> Engine:
-        return current_job().engine
-
-    @property
-    def current_local_bsz(self) -> int:
-        """The largest micro-batch of the current step."""
-        return self._current_plan().batch_size
-
-    @property
-    def accumulation_steps(self) -> int:
-        """The most micro-batches that a replica runs in the current step."""
-        return self._current_plan().steps
-
-    @property
-    def current_samples(self) -> int:
-        """Samples of the micro-batch at hand that count; 0 if it is only there to take part."""
-        return self._current_samples
 
     def example(self) -> Any:
         """A batch of one sample, to build a model with, such as one of lazy modules.
@@ -219,27 +144,6 @@ class AdaptiveDataLoader:
         """
         return self._fetcher.one(0)
 
-    def to_tensorboard(self, writer: SummaryWriter, step: int, prefix: str = PREFIX) -> None:
-        """Writes the sizes of the current step.
-
-        Args:
-            writer: A SummaryWriter, of torch or tensorboardX.
-            step: Where it is on the axis.
-            prefix: What the tags begin with.
-        """
-        values = {
-            "batch_size": self._current_plan().global_batch_size,
-            "local_bsz": self.current_local_bsz,
-            "accumulation_steps": self.accumulation_steps,
-            "replicas": self._engine.num_replicas,
-        }
-        write_scalars(writer, values, step, prefix)
-
-    def _current_plan(self) -> BatchPlan:
-        if self._plan is None:
-            return self._sizes.plan(self.current_batch_size, self.current_batch_size)
-        return self._plan
-
     # Ahead of the step ---------------------------------------------------------------------
 
     def _cut(self, position: int) -> tuple[list[range], int]:
@@ -247,8 +151,10 @@ class AdaptiveDataLoader:
         batch_size = self.current_batch_size
         span = self._stream.batch(position, batch_size, tail=self._tail)
         plan = self._split_plan(self._sizes.plan(len(span), batch_size), batch_size)
-        mine = self._owners.positions(self._engine.replica, span)
-        sizes = plan.micro_batches(self._owners.slot(self._engine.replica, span.start))
+        assert self._iteration is not None
+        owners = self._iteration.owners
+        mine = owners.positions(self._engine.replica, span)
+        sizes = plan.micro_batches(owners.slot(self._engine.replica, span.start))
         ends = accumulate(sizes)
         return [mine[end - size : end] for size, end in zip(sizes, ends, strict=True)], span.stop
 
@@ -262,7 +168,8 @@ class AdaptiveDataLoader:
         samples = plan.global_batch_size
         pieces = samples // 2 >= min(2, self.batch_size)
         alone = plan.replicas == 1 and plan.steps == 1 and samples > 1
-        if alone and pieces and model is not None and model.training:
+        training = self._iteration is not None and self._iteration.training
+        if alone and pieces and training and model is not None:
             scale = step_scale(samples, batch_size, self.batch_size)
             if model.splits_next(scale):
                 return BatchPlan(samples, 1, max_local_bsz=-(-plan.batch_size // 2))
@@ -285,51 +192,94 @@ class AdaptiveDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         job = current_job()
-        outer = (job.loader, job.micro_batch)
-        job.loader = self
+        model = job.model
+        training = model is not None and model.training and torch.is_grad_enabled()
+        if training and not self._begin_pass(job):
+            return
+        current = self._begin_iteration(job, training=training)
+        outer, self._iteration = self._iteration, current
+        if current.moves:
+            self._moving = current
         try:
-            yield from self._epoch()
+            yield from self._epoch(job, current)
         finally:
-            job.loader, job.micro_batch = outer
-            self._plan = self._under_way = None
+            iteration.end(job, current)
+            if self._iteration is current:
+                self._iteration = None if outer is None or outer.closed else outer
 
-    def _epoch(self) -> Iterator[Any]:
-        job, stream = current_job(), self._stream
-        training = job.model is not None and job.model.training
-        if training:
-            start(job)
-            self.take_part()
-            job.epoch_is_new = False
-            skipped, self._skip, self._ended = self._skip, None, None
-            if skipped == job.epoch:
-                self._ended = job.epoch
-                return
-        elif job.model is not None:
-            # An evaluation that was left early does not go on later; it begins again.
-            self._cursor -= self._cursor % stream.num_samples
+    def _begin_pass(self, job: Job) -> bool:
+        """Begins a pass that trains; whether there is anything to do in it."""
+        start(job)
+        self.take_part()
+        job.epoch_is_new = False
+        for other in [each for each in job.training_passes if each.loader is self]:
+            # It was left without being closed: by an exception that somebody keeps, for example.
+            iteration.end(job, other)
+        self._cursor.passes = self._cursor.passes.begin(job.epoch, iteration.positions(job))
+        return not self._cursor.passes.left_out
+
+    def _begin_iteration(self, job: Job, *, training: bool) -> Iteration:
+        stream = self._stream
+        evaluates = job.model is not None and not training
+        if evaluates:
+            # Apart from the cursor, and the same after a restart: it depends on the epoch alone.
+            position = job.epoch * stream.num_samples
+            owners = Ownership(0, self._engine.num_replicas)
+        else:
+            position = self._cursor.position
+            self._join_if_changed()
+            owners = self._owners
+        self._fetcher.expect(position)
         # The epoch is that of the next batch: the cursor may stand before a tail to be dropped.
-        first = stream.batch(self._cursor, self.current_batch_size, tail=self._tail).start
-        data_end = (first // stream.num_samples + 1) * stream.num_samples
-        epoch = self._under_way = _Epoch(job.clock, data_end)
-        while not self._is_over(epoch, self._cursor):
-            if training:
-                begin_step(job)
-            if (self._owners.replicas, self._rank) != (
-                self._engine.num_replicas,
-                self._engine.replica,
-            ):
-                self._join()
-            batch_size = self.current_batch_size
-            span = stream.batch(self._cursor, batch_size, tail=self._tail)
-            yield from self._step(span, batch_size)
-            self._cursor = span.stop
-        if self._goal(epoch) is None:
-            # Behind a tail that was dropped.
-            self._cursor = max(self._cursor, data_end)
-        self._sizes.pause()
+        first = stream.batch(position, self.current_batch_size, tail=self._tail).start
+        current = Iteration(
+            loader=self,
+            name=self._name,
+            training=training,
+            moves=not evaluates,
+            began=job.clock,
+            owners=owners,
+            position=position,
+            data_end=(first // stream.num_samples + 1) * stream.num_samples,
+        )
         if training:
-            self._ended = job.epoch
+            until = None if self._by_progress() else current.data_end
+            self._cursor.passes = replace(self._cursor.passes, until=until)
+        iteration.begin(job, current)
+        return current
+
+    def _epoch(self, job: Job, current: Iteration) -> Iterator[Any]:
+        while not self._is_over(current, current.position):
+            if current.training:
+                begin_step(job)
+            if current.moves and self._join_if_changed():
+                current.owners = self._owners
+            batch_size = self.current_batch_size
+            span = self._stream.batch(current.position, batch_size, tail=self._tail)
+            yield from self._step(job, current, span, batch_size)
+            if current.closed:
+                raise RuntimeError(
+                    f"this iteration over {self._name!r} was asked for a batch after a later one "
+                    "over the same loader had begun: only one at a time can train"
+                )
+            if current.training:
+                for other in iteration.used_up(job, current):
+                    other.loader.commit()
+            self._advance(current, span.stop)
+        if current.moves and self._goal(current) is None:
+            # After a tail that was dropped.
+            self._advance(current, max(current.position, current.data_end))
+        self._sizes.pause()
+        if current.training:
+            passes = self._cursor.passes
+            self._cursor.passes = passes.end(current.enclosing, iteration.positions(job))
             end_epoch(job)
+
+    def _advance(self, current: Iteration, position: int) -> None:
+        """Moves an iteration to the next step; also where its step was left out by the loop."""
+        current.position = position
+        if current.moves:
+            self._cursor.position = position
 
     def take_part(self) -> None:
         """Makes this the loader that trains: its state belongs to that of the job from now on.
@@ -338,15 +288,32 @@ class AdaptiveDataLoader:
         begins, calls it earlier.
         """
         job = current_job()
-        job.registry.add(self._name, self, ages=False)
-        self._sizes.take_part(job, f"{self._name}/autoscale")
+        first = job.cursors.none_used
+        self._cursor = job.cursors.get(self._name, self._stream)
+        self._cursor.epoch = job.epoch
+        former: list[str | None] = []
+
+        def find(parts: Mapping[str, Any]) -> str | None:
+            former[:] = [former_name(self._name, self._stream, parts, job.cursors.made)]
+            if former[0] is None and first:
+                refuse_other_data(self._name, self._stream, parts, job.epoch)
+            return former[0]
+
+        def autoscaler_of(parts: Mapping[str, Any]) -> str | None:
+            name = f"{former[0]}/autoscale" if former and former[0] else None
+            return name if name in parts else None
+
+        job.registry.add(self._name, self._cursor, ages=False, former=find)
+        self._cursor.use(self._identity, self._stream, job.epoch, made_within=self._made_within)
+        self._sizes.take_part(job, f"{self._name}/autoscale", self._cursor, autoscaler_of)
 
     @property
     def epochs_done(self) -> int:
         """Epochs that are over: the number, from 0, of the one that the next step belongs to."""
         if self._by_progress():
             return math.floor((current_job().clock.progress + 1e-6) / self._steps_per_epoch())
-        batch = self._stream.batch(self._cursor, self.current_batch_size, tail=self._tail)
+        position = self._cursor.position
+        batch = self._stream.batch(position, self.current_batch_size, tail=self._tail)
         return batch.start // self._stream.num_samples
 
     @property
@@ -355,9 +322,10 @@ class AdaptiveDataLoader:
 
         For loops that have to know it before they ask for the next batch.
         """
-        return self._under_way is not None and self._is_over(self._under_way, self._span.stop)
+        current = self._iteration
+        return current is not None and self._is_over(current, current.span.stop)
 
-    def _is_over(self, epoch: _Epoch, position: int) -> bool:
+    def _is_over(self, epoch: Iteration, position: int) -> bool:
         """Whether it ends at this position: by progress if there is a goal, else by the data.
 
         A tail that is to be dropped belongs to no batch of this epoch.
@@ -370,7 +338,7 @@ class AdaptiveDataLoader:
         span = self._stream.batch(position, self.current_batch_size, tail=self._tail)
         return span.start >= epoch.data_end
 
-    def _goal(self, epoch: _Epoch) -> float | None:
+    def _goal(self, epoch: Iteration) -> float | None:
         """The progress at which the epoch ends; None if its data say that."""
         # A step that the model committed makes this the training loader; its rule says whether
         # an epoch is measured by the data or by progress.
@@ -383,31 +351,31 @@ class AdaptiveDataLoader:
         model = current_job().model
         return model is not None and model.rule.clock == "progress"
 
-    def _step(self, span: range, batch_size: int) -> Iterator[Any]:
-        job = current_job()
-        training = job.model is not None and job.model.training
+    def _step(self, job: Job, current: Iteration, span: range, batch_size: int) -> Iterator[Any]:
+        training, self._iteration = current.training, current
         if training:
             job.reference = self._reference()
-        self._plan = self._sizes.plan(len(span), batch_size)
-        self._sizes.begin_step(self._plan, whole=training and len(span) == batch_size)
-        limit = self._split_plan(self._plan, batch_size).batch_size
-        mine = self._owners.positions(self._engine.replica, span)
+        plan = current.plan = self._sizes.plan(len(span), batch_size)
+        self._sizes.begin_step(plan, whole=training and len(span) == batch_size)
+        limit = self._split_plan(plan, batch_size).batch_size
+        mine = current.owners.positions(self._engine.replica, span)
+        steps = self._reference_steps(span.stop) - self._reference_steps(current.position)
         common: dict[str, Any] = {
             "samples": len(span),
             "scale": step_scale(len(span), batch_size, self.batch_size),
-            "sample_steps": self._reference_steps(span.stop) - self._reference_steps(self._cursor),
+            "sample_steps": steps,
         }
-        self._span = span
+        current.span = span
         if not mine and training:
             batch = self._fetcher.one(span.start)
-            yield self._hand_out(batch, 0, index=0, last=True, **common)
+            yield self._hand_out(job, current, batch, 0, index=0, last=True, **common)
         index, rest = 0, mine
         while rest:
             room = self._sizes.room if training else None
             most = limit if room is None else min(limit, room.limit)
             batch, count = self._fetcher.take(rest, most, behind=span.stop)
             rest = rest[count:]
-            yield self._hand_out(batch, count, index=index, last=not rest, **common)
+            yield self._hand_out(job, current, batch, count, index=index, last=not rest, **common)
             index += 1
             if self._failed is not None:
                 # This replica's part of the step, once more and in smaller pieces.
@@ -416,79 +384,49 @@ class AdaptiveDataLoader:
         if job.model is None:
             self._sizes.count_step(**common)
 
-    def _hand_out(self, batch: Any, count: int, **facts: Any) -> Any:
+    def _hand_out(self, job: Job, current: Iteration, batch: Any, count: int, **facts: Any) -> Any:
         weight, total = float(count), float(facts["samples"])
         if self._batch_weight is not None:
             weight = float(self._batch_weight(batch)) if count else 0.0
         self._current_samples = count
-        current_job().micro_batch = MicroBatch(
-            weight=weight, total_weight=total if self._batch_weight is None else None, **facts
+        micro_batch = MicroBatch(
+            weight=weight,
+            total_weight=total if self._batch_weight is None else None,
+            training=current.moves,
+            **facts,
         )
+        iteration.hand_out(job, current, micro_batch)
         return batch
 
-    def measured_forward(self) -> AbstractContextManager[None]:
-        """Surrounds the forward pass of the current micro-batch, to learn what it takes."""
-        if self._sizes.room is None or not self._current_samples:
-            return nullcontext()
-        return self._sizes.room.measure(self._current_samples)
-
-    @contextmanager
-    def retry_smaller(self) -> Iterator[None]:
-        """Surround the body of the training loop with it, and running out of memory is no end.
-
-        This replica's part of the step is then repeated with micro-batches of half the size, from
-        now on; the global batch stays. It cannot help when other replicas have received a part of
-        the gradient already, late in the backward pass, or in the optimizer: then the error goes
-        on, as without this.
-        """
-        job = current_job()
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            size = self._current_samples
-            if job.model is None or size < 2 or not job.model.drop_step():
-                raise
-            self._failed = str(error).partition("\n")[0]
-        if self._failed is None:
-            return
-        # Out of the handler: the traceback holds on to what has to be freed.
-        devices.here().release_memory()
-        if self._sizes.room is None:
-            self._sizes.room = Room(2**62, start=self.batch_size)
-        limit = self._sizes.room.failed(size)
-        job.emit(
-            FaultEvent(
-                **job.stamp(),
-                kind="out_of_memory",
-                detail=f"a micro-batch of {size} samples did not fit: {self._failed}; the step is "
-                f"repeated with at most {limit}",
-                replica=job.engine.replica,
-            )
-        )
-
     def commit(self) -> None:
-        """Moves the cursor behind the current step; called when the model has committed it."""
-        self._cursor = self._span.stop
+        """Moves the cursor to the end of the current step; called when that is committed."""
+        if self._moving is not None:
+            self._advance(self._moving, self._moving.span.stop)
 
     # Membership and state ------------------------------------------------------------------
 
-    def _join(self) -> None:
-        """A new generation: positions are dealt out anew from the cursor on."""
-        self._owners = Ownership(self._cursor, self._engine.num_replicas)
-        self._rank = self._engine.replica
-        self._fetcher.begin(self._cursor)
+    def _join_if_changed(self) -> bool:
+        """Deals positions out anew from the cursor on, if the replicas have changed.
+
+        Returns:
+            Whether they have.
+        """
+        present = (self._engine.num_replicas, self._engine.replica, self._cursor.num_loads)
+        if self._joined == present:
+            return False
+        self._joined = present
+        self._owners = Ownership(self._cursor.position, self._engine.num_replicas)
+        self._fetcher.begin(self._cursor.position)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The data state: which stream, where in it, and which epoch it has ended, if any."""
-        return {**self._stream.state(self._cursor), "ended": self._ended}
+        """The data state: which stream, where in it, and which passes of the epoch are complete."""
+        return self._cursor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where a saved loader was, at whatever number of replicas there is now.
+        """Resumes where a saved loader was, at whatever number of replicas there is now.
 
         Raises:
             ValueError: The state belongs to another dataset or order; the message says which.
         """
-        self._cursor = self._stream.resume(state)
-        # An epoch whose data are done is not begun again; the loop goes on behind it.
-        self._ended = self._skip = state.get("ended")
-        self._join()
+        self._cursor.load_state_dict(state)

@@ -305,6 +305,12 @@ class AdaptiveDataParallel(nn.Module):
                 part = Part(weight=self._size_of(args, kwargs), last=True, total=None)
                 self._begin_part(part, first=True)
             return
+        if not micro.training:
+            raise RuntimeError(
+                "the model trains on a batch of an evaluation: when this loop over the loader "
+                "began, model.training was False or gradients were disabled, and now neither is "
+                "so. Call model.train() before the loop that trains, not in it"
+            )
         if micro is self._seen and current is not None:
             return
         self._seen = micro

@@ -24,6 +24,8 @@ SUMS = "sums/"
 """How the names of parts that are summed over the replicas begin."""
 OWN = "own/"
 """How the names of parts begin that each replica has its own of: `own/<replica>/<name>`."""
+CURSORS = "loader/"
+"""How the names of the cursors of loaders begin."""
 AGES = f"{SUMS}ages"
 """Steps at which parts were restored that nobody has registered for since; no sum.
 
@@ -33,6 +35,9 @@ MODEL = "model"
 """The name of the model, whose state is compared before it is loaded."""
 
 _OF_EPOCH = re.compile(rf"{SUMS}epoch (\d+)/\d+")
+
+FormerName = Callable[[Mapping[str, Json]], str | None]
+"""Finds another name of a thing among restored parts that nobody has claimed."""
 
 
 class Stateful(Protocol):
@@ -94,11 +99,14 @@ class Registry:
         self._first_replica = True
         self._unclaimed: set[str] = set()
         self._ages: dict[str, int] = {}
+        self._former: dict[str, FormerName] = {}
         self._first = True
 
     # Registering ---------------------------------------------------------------------------
 
-    def add(self, name: str, thing: Stateful, *, ages: bool = True) -> None:
+    def add(
+        self, name: str, thing: Stateful, *, ages: bool = True, former: FormerName | None = None
+    ) -> None:
         """Registers something whose state is the same on all replicas.
 
         Args:
@@ -107,6 +115,7 @@ class Registry:
             ages: Whether steps change its state also while it is not registered. False for what
                 nothing changes while it is not in use, as a loader: it may be registered at any
                 time, where the others get a warning if they come late.
+            former: Finds the name under which the state was kept before, if that is another one.
 
         Raises:
             ValueError: The name is taken or malformed, or the thing has no state to give.
@@ -115,6 +124,9 @@ class Registry:
         present = self._shared.get(name)
         if present is not None and present is not thing and name not in self._released:
             raise ValueError(f"{name!r} is registered already, for a {type(present).__name__}")
+        if present is None and former is not None:
+            self._former[name] = former
+            self._rename(name)
         if name in self._unclaimed:
             assert self._restored is not None
             if name == MODEL:
@@ -254,6 +266,7 @@ class Registry:
         self._unclaimed = set(tree)
         self._ages = {name: int(ages.get(name, snapshot.version.step)) for name in tree}
         for name, thing in present.items():
+            self._rename(name)
             if name in self._unclaimed:
                 aged = name not in self._ageless
                 self._claim(name, thing, now=snapshot.version.step if aged else None)
@@ -268,6 +281,17 @@ class Registry:
         for name, summed in list(self._summed.items()):
             if name in self._unclaimed:
                 self._claim_sums(name, summed, first_replica=first_replica)
+
+    def _rename(self, name: str) -> None:
+        """Files restored state under the name that it has now."""
+        if self._restored is None or name in self._unclaimed or name not in self._former:
+            return
+        tree = self._restored.tree
+        old = self._former[name]({each: tree[each] for each in sorted(self._unclaimed)})
+        if old is not None:
+            tree[name] = tree.pop(old)
+            self._ages[name] = self._ages.pop(old)
+            self._unclaimed = self._unclaimed - {old} | {name}
 
     def _claim(self, name: str, thing: Stateful, *, now: int | None) -> None:
         assert self._restored is not None
@@ -305,7 +329,9 @@ class Registry:
 
     def warn_of_unclaimed(self) -> None:
         """Warns once of state that was restored and that nobody has registered for."""
-        left = sorted(name for name in self._unclaimed if not name.startswith((SUMS, OWN)))
+        # A loader registers when it trains, which may be much later in the epoch.
+        late = (SUMS, OWN, CURSORS)
+        left = sorted(name for name in self._unclaimed if not name.startswith(late))
         if left and self._first:
             warnings.warn(
                 f"the job resumes a state with {', '.join(map(repr, left))}, which nothing in "

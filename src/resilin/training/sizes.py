@@ -12,7 +12,9 @@ from resilin.core.plan import BatchBounds, BatchPlan
 from resilin.core.trace import BatchTrace
 from resilin.training import steering
 from resilin.training.autoscale import Autoscaler
+from resilin.training.cursor import Cursor
 from resilin.training.job import Job, current_job
+from resilin.training.registry import FormerName
 from resilin.training.room import Room
 
 logger = logging.getLogger("resilin")
@@ -77,10 +79,17 @@ class BatchSizes:
             voters.remove(self.autoscaler)
         self.autoscaler = None
 
-    def take_part(self, job: Job, name: str) -> None:
+    def take_part(self, job: Job, name: str, cursor: Cursor, former: FormerName) -> None:
         """The loader trains: its autoscaler has state, and a voice in the ballots.
 
         A trace that is to be replayed takes the place of what the script chose.
+
+        Args:
+            job: The job.
+            name: What the autoscaler is called in the state of the job.
+            cursor: That of the loader. A loader that was made anew continues with what the
+                autoscaler of the one before it has learned.
+            former: Another name that restored state of it may have.
         """
         if self._replayed is None and (trace := steering.batch_trace()) is not None:
             job.replays = steering.trace_source()
@@ -88,12 +97,17 @@ class BatchSizes:
             self._replayed = trace
             self._forget_autoscaler()
         job.autoscaler = self.autoscaler
+        previous, cursor.autoscaler = cursor.autoscaler, self.autoscaler
+        if previous is not self.autoscaler and previous in job.voters:
+            job.voters.remove(previous)
+            if self.autoscaler is not None and previous.settings == self.autoscaler.settings:
+                self.autoscaler.load_state_dict(previous.state_dict())
         if self.autoscaler is None:
             job.registry.remove(name)
         else:
             # The user may have set another one since the last epoch.
             job.registry.release(name)
-            job.registry.add(name, self.autoscaler, ages=False)
+            job.registry.add(name, self.autoscaler, ages=False, former=former)
             if self.autoscaler not in job.voters:
                 job.voters.append(self.autoscaler)
 
