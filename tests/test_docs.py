@@ -1,5 +1,6 @@
 """Every promise in prose that can run, runs: docstrings, pages, README, examples, figures."""
 
+import ast
 import doctest
 import importlib
 import os
@@ -90,3 +91,40 @@ def test_the_elastic_example_matches_the_reference_run():
 def test_figures_are_what_their_scripts_draw(tmp_path, name):
     run(f"docs/figures/{name}.py", "--out", tmp_path / f"{name}.svg")
     assert (tmp_path / f"{name}.svg").stat().st_size > 10_000
+
+
+def _read_after_a_loop_that_may_run_zero_times(source: str) -> list[str]:
+    """Names that only the body of a loop over a loader sets, and that an epoch reads after it."""
+    found = []
+    for epoch in ast.walk(ast.parse(source)):
+        if not isinstance(epoch, ast.For) or "remaining_epochs_until" not in ast.dump(epoch.iter):
+            continue
+        set_so_far: set[str] = set()
+        for statement in epoch.body:
+            names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+            stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+            if isinstance(statement, ast.For):
+                maybe = stored - set_so_far
+                later = epoch.body[epoch.body.index(statement) + 1 :]
+                for node in (node for each in later for node in ast.walk(each)):
+                    if isinstance(node, ast.Name) and node.id in maybe:
+                        if isinstance(node.ctx, ast.Load):
+                            found.append(node.id)
+                        maybe = maybe - {node.id}
+            else:
+                set_so_far |= stored
+    return found
+
+
+def test_no_loop_is_trusted_to_run():
+    # A job that is resumed at the end of an epoch has no data left in it.
+    wrong = "for e in remaining_epochs_until(2):\n for x in loader:\n  loss = f(x)\n print(loss)"
+    assert _read_after_a_loop_that_may_run_zero_times(wrong) == ["loss"]
+    sources = {str(path): path.read_text() for path in EXAMPLES}
+    for page in pages():
+        for index, block in enumerate(blocks(page, ("python",))):
+            sources[f"{page} {index}"] = block.code
+    found = {
+        name: _read_after_a_loop_that_may_run_zero_times(text) for name, text in sources.items()
+    }
+    assert {name: names for name, names in found.items() if names} == {}

@@ -378,7 +378,8 @@ def test_checkpoints_of_any_moment_go_on_where_they_were(tmp_path, val):
     # Behind the end, with the noise that was known then.
     state = torch.load(tmp_path / "end.ckpt", weights_only=True)["callbacks"]["Elastic"]
     assert state["version"][1] == len(whole.sizes)
-    assert {"job", "loader/0", "noise"} <= set(state["tree"])
+    assert {"job", "noise"} <= set(state["tree"])
+    assert any(name.startswith("loader/") for name in state["tree"])
 
 
 def cumulated(sizes):

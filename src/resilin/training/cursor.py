@@ -49,7 +49,7 @@ class Cursor:
         self.autoscaler: Any = None
         """What chose the batch sizes of that loader, if anything did."""
         self.epoch: int | None = None
-        """The epoch of the current loop. Restored state of another epoch is no pass under way."""
+        """The epoch in which its loader trained last."""
 
     def use(self, owner: object, stream: SampleStream, epoch: int, *, made_within: bool) -> None:
         """Makes it that of a loader that begins a pass.
@@ -140,15 +140,22 @@ class Cursors:
         self.made.add(name)
         return name
 
-    def get(self, name: str, stream: SampleStream) -> Cursor:
-        """The cursor of this name; it begins at 0 if there is none."""
+    def get(self, name: str, stream: SampleStream, epoch: int) -> Cursor:
+        """The cursor of this name; it begins at 0 if there is none.
+
+        Args:
+            name: What it is called.
+            stream: The stream of the loader that asks.
+            epoch: The epoch that is under way.
+        """
         if name not in self._cursors:
-            others = (other.stream.fingerprint for other in self._cursors.values())
+            others = (c.stream.fingerprint for c in self._cursors.values() if c.epoch == epoch)
             if stream.fingerprint in others:
                 warnings.warn(
-                    f"a second loader trains over data called {stream.fingerprint!r}. After a "
-                    "restart the two are told apart only by the order in which they are made, and "
-                    "with the same seed they have the same order: give each its own fingerprint=. "
+                    f"a second loader trains in epoch {epoch} over data called "
+                    f"{stream.fingerprint!r}. After a restart the two are told apart only by the "
+                    "order in which they are made, and with the same seed they have the same "
+                    "order: give each its own fingerprint=. "
                     "If this is meant to be one loader, make it once, or within an epoch of "
                     "resilin.remaining_epochs_until()",
                     stacklevel=5,
@@ -189,28 +196,40 @@ def former_name(
 
 
 def refuse_other_data(
-    name: str, stream: SampleStream, parts: Mapping[str, Any], epoch: int
+    name: str,
+    stream: SampleStream,
+    parts: Mapping[str, Any],
+    epoch: int,
+    made: Collection[str],
 ) -> None:
-    """Refuses to begin at 0 while the job was in the middle of an epoch over other data.
+    """Refuses to begin at 0 if the job was trained over other data, and these are gone.
+
+    A script may train over other data from some epoch on. Then the epoch is another one, and either
+    it still makes the loader of before, or it makes its loaders within the epochs.
 
     Args:
         name: The name of the first loader that trains.
         stream: Its stream.
         parts: Restored parts that nobody has claimed, by name.
         epoch: The epoch that the job resumes.
+        made: Names of all loaders that were made.
 
     Raises:
-        ValueError: The state has a pass of this epoch, and it is over other data.
+        ValueError: The state has a pass over other data.
     """
+    within = "/epoch/"
     for other, state in parts.items():
-        if not _is_cursor(other, state) or state.get("epoch") != epoch:
+        if not _is_cursor(other, state):
+            continue
+        may_be_over = other in made or within in other or within in name
+        if may_be_over and state.get("epoch") != epoch:
             continue
         try:
             stream.resume(state)
         except ValueError as error:
             raise ValueError(
-                f"the job was lost in epoch {epoch}, with {other!r} under way, and the first "
-                f"loader that trains now is {name!r}: {error}"
+                f"the job was trained with {other!r} until epoch {epoch}, and the first loader "
+                f"that trains now is {name!r}: {error}"
             ) from None
 
 

@@ -289,14 +289,14 @@ class AdaptiveDataLoader(SizedLoader):
         """
         job = current_job()
         first = job.cursors.none_used
-        self._cursor = job.cursors.get(self._name, self._stream)
+        self._cursor = job.cursors.get(self._name, self._stream, job.epoch)
         self._cursor.epoch = job.epoch
         former: list[str | None] = []
 
         def find(parts: Mapping[str, Any]) -> str | None:
             former[:] = [former_name(self._name, self._stream, parts, job.cursors.made)]
             if former[0] is None and first:
-                refuse_other_data(self._name, self._stream, parts, job.epoch)
+                refuse_other_data(self._name, self._stream, parts, job.epoch, job.cursors.made)
             return former[0]
 
         def autoscaler_of(parts: Mapping[str, Any]) -> str | None:
