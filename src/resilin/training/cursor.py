@@ -19,10 +19,9 @@ from typing import Any
 
 from resilin.core.passes import PassCount
 from resilin.core.stream import SampleStream
+from resilin.training.registry import CURSORS
 
-PREFIX = "loader/"
-"""How the names of cursors begin."""
-_OF_FIRST_RELEASE = re.compile(rf"{PREFIX}\d+")
+_OF_FIRST_RELEASE = re.compile(rf"{CURSORS}\d+")
 _ORDER = ("seed", "shuffle")
 """What may differ between two passes: it chooses the order within a pass."""
 
@@ -136,7 +135,7 @@ class Cursors:
         else:
             number, kind = self._outside[fingerprint], ""
             self._outside[fingerprint] += 1
-        name = f"{PREFIX}{fingerprint}/{kind}{number}"
+        name = f"{CURSORS}{fingerprint}/{kind}{number}"
         self.made.add(name)
         return name
 
@@ -189,7 +188,7 @@ def former_name(
     if not same:
         # Refused when it is loaded, by what differs.
         return old[0]
-    kind, _, number = name.removeprefix(f"{PREFIX}{stream.fingerprint}/").rpartition("/")
+    kind, _, number = name.removeprefix(f"{CURSORS}{stream.fingerprint}/").rpartition("/")
     if kind:
         return same[-1]
     return same[int(number)] if int(number) < len(same) else None
@@ -234,8 +233,8 @@ def refuse_other_data(
 
 
 def _is_cursor(name: str, part: Any) -> bool:
-    return name.startswith(PREFIX) and isinstance(part, Mapping) and "cursor" in part
+    return name.startswith(CURSORS) and isinstance(part, Mapping) and "cursor" in part
 
 
 def _number(name: str) -> int:
-    return int(name.removeprefix(PREFIX))
+    return int(name.removeprefix(CURSORS))
