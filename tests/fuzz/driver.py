@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import importlib
 import json
 import os
 import re
@@ -62,10 +64,12 @@ def run_cases(
 ) -> list[Outcome]:
     """Runs cases one after the other in one launched job of four workers."""
     for number, case in enumerate(cases):
-        path = folder / "cases" / f"{number:04d}"
-        path.mkdir(parents=True)
-        (path / "case.json").write_text(case.to_json())
-        (path / "script.py").write_text(script.write(case.program))
+        twin = [(f"{number:04d}-twin", case.twin)] if case.has_twin else []
+        for name, each in (*twin, (f"{number:04d}", case)):
+            path = folder / "cases" / name
+            path.mkdir(parents=True)
+            (path / "case.json").write_text(each.to_json())
+            (path / "script.py").write_text(source(each))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environ = {
         **os.environ,
@@ -89,9 +93,12 @@ def run_cases(
     try:
         for number, case in enumerate(cases):
             path = folder / "cases" / f"{number:04d}"
-            expected = _oracle(case)
+            twin_state: dict[str, Any] | Outcome | None = None
+            if case.has_twin:
+                _wait(path.with_name(path.name + "-twin"), process)
+                twin_state = final_state(case.twin, path.with_name(path.name + "-twin"))
             _wait(path, process)
-            outcomes.append(judge(case, path, expected))
+            outcomes.append(judge(case, path, twin_state))
             on_done(outcomes[-1])
         process.wait(timeout=60)
     finally:
@@ -100,9 +107,12 @@ def run_cases(
     return outcomes
 
 
-def _oracle(case: Case) -> dict[str, Any]:
+def _oracle(case: Case, got: dict[str, Any]) -> dict[str, Any]:
+    """What plain PyTorch makes of the program; from the run comes only what nobody else knows."""
     torch.set_num_threads(1)
-    return Oracle(case.program).run()
+    diary = got.get("diary")
+    expected = Oracle(case.program, diary).run()
+    return expected if diary is None else {**expected, "diary": diary}
 
 
 def _wait(path: Path, process: subprocess.Popen[bytes]) -> None:
@@ -173,8 +183,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 # Judging ---------------------------------------------------------------------------------------
 
 
-def judge(case: Case, path: Path, expected: dict[str, Any]) -> Outcome:
-    """Compares what the replicas wrote down with each other and with the oracle."""
+def source(case: Case) -> str:
+    """The script of a case."""
+    if case.family == "loops":
+        return script.write(case.program)
+    written: str = family(case.family).write(case.options)
+    return written
+
+
+def final_state(case: Case, path: Path) -> dict[str, Any] | Outcome:
+    """What all replicas of the last life wrote down alike, or what became of the case instead."""
     lives = len(list(path.glob("life-*")))
     facts: dict[str, Any] = {
         "case": case,
@@ -199,13 +217,35 @@ def judge(case: Case, path: Path, expected: dict[str, Any]) -> Outcome:
     for number, other in enumerate(replicas[1:], 1):
         where = difference(replicas[0], other, 0.0)[0]
         if where:
-            return Outcome(
-                **facts, kind="different", detail=f"replicas 0 and {number} differ: {where}"
-            )
-    where, distance = difference(expected, replicas[0], TOLERANCE)
-    if where:
-        return Outcome(**facts, kind="different", detail=where, distance=distance)
-    return Outcome(**facts, kind="same", distance=distance)
+            told = f"replicas 0 and {number} differ: {where}"
+            return Outcome(**facts, kind="different", detail=told)
+    state: dict[str, Any] = replicas[0]
+    return state
+
+
+def judge(case: Case, path: Path, twin: dict[str, Any] | Outcome | None = None) -> Outcome:
+    """Compares what the replicas wrote down with each other and with what had to come out."""
+    got = final_state(case, path)
+    if isinstance(got, Outcome):
+        return got
+    if isinstance(twin, Outcome):
+        # The undisturbed run itself has failed, and the disturbed one has not.
+        return dataclasses.replace(twin, case=case, detail=f"undisturbed: {twin.detail}")
+    expected = _oracle(case, got) if twin is None else twin
+    where, distance = difference(expected, got, TOLERANCE)
+    return Outcome(
+        case=case,
+        kind="different" if where else "same",
+        detail=where,
+        distance=distance,
+        kills=len(list(path.glob("killed-*"))),
+        lives=len(list(path.glob("life-*"))),
+    )
+
+
+def family(name: str) -> Any:
+    """The module of a family: `write(options)`, `options(dice)`, `HOOKS`."""
+    return importlib.import_module(f"tests.fuzz.families.{name}")
 
 
 def difference(expected: Any, got: Any, tolerance: float, name: str = "") -> tuple[str, float]:

@@ -79,12 +79,21 @@ def kill_point(name: str) -> None:
 
 
 def report(
-    net: parts.Net, optimizer: Any, scheduler: Any, scaler: Any, ema: Any, history: Any, clock: Any
+    net: parts.Net,
+    optimizer: Any,
+    scheduler: Any,
+    scaler: Any,
+    ema: Any,
+    history: Any,
+    clock: Any,
+    diary: Any = None,
 ) -> None:
     """Writes the final state of this replica down."""
     state = parts.final_state(
         net, optimizer, scheduler, scaler, ema, history, clock.steps, clock.samples
     )
+    if diary is not None:
+        state["diary"] = diary.steps
     save(state)
 
 

@@ -21,8 +21,10 @@ ROUNDING = 1e-6
 class Oracle:
     """One undisturbed run of a program."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, diary: list[dict[str, Any]] | None = None) -> None:
         self.p = program
+        self.diary = diary
+        """Sizes and factors of the steps, where a rule follows noise that only the run knows."""
         self.stream = SampleStream(program.num_samples, shuffle=program.shuffle)
         self.cursor = 0
         self.steps = 0
@@ -42,7 +44,10 @@ class Oracle:
         p = self.p
         for self.epoch in range(p.epochs):
             parts.freeze(p, self.net, self.epoch)
+            self.epoch_samples = 0
             self._epoch()
+            if p.train_stats:
+                self.history.append(self.epoch_samples)
             if p.evaluate != "none" and p.evaluate_every is None:
                 self._evaluate()
             if self.scheduler is not None and p.schedule == "epoch":
@@ -65,6 +70,8 @@ class Oracle:
 
     def _batch_size(self) -> int:
         p = self.p
+        if self.diary is not None:
+            return int(self.diary[self.steps]["samples"]) - self.samples
         if p.sizes == "fixed":
             return p.batch_size
         index = {
@@ -72,7 +79,10 @@ class Oracle:
             "clock": self.steps // 2,
             "schedule": int((self.sample_steps + ROUNDING) // 2),
             "epoch": self.epoch,
+            "once": 0,
         }[p.sizes]
+        if p.sizes == "once" and self.epoch == 0:
+            return p.batch_size
         return p.trace[min(index, len(p.trace) - 1)]
 
     def _span(self) -> range:
@@ -97,9 +107,10 @@ class Oracle:
 
     def _epoch(self) -> None:
         p, n = self.p, self.p.num_samples
-        end = (self._span().start // n + 1) * n
-        while self.cursor < end and self._span().start < end:
+        end = 0 if self.diary is not None else (self._span().start // n + 1) * n
+        while self._in_epoch(end):
             span = self._span()
+            self.epoch_samples += len(span)
             committed = self._step(span)
             self.cursor = span.stop
             if self.scheduler is not None and p.schedule == "step":
@@ -113,6 +124,11 @@ class Oracle:
             if p.break_after is not None and self.steps >= (self.epoch + 1) * p.break_after:
                 return
         self.cursor = max(self.cursor, end)
+
+    def _in_epoch(self, end: int) -> bool:
+        if self.diary is not None:
+            return self.steps < len(self.diary) and self.diary[self.steps]["epoch"] == self.epoch
+        return self.cursor < end and self._span().start < end
 
     def _step(self, span: range) -> bool:
         """One batch. Returns whether the optimizer stepped; a GradScaler may have skipped it."""
@@ -165,6 +181,16 @@ class Oracle:
 
     def _apply_rule(self, scale: float) -> None:
         rule = self.p.rule
+        if self.diary is not None:
+            told = self.diary[self.steps]
+            for number, group in enumerate(self.optimizer.param_groups):
+                group["lr"] *= told["lr"][number]
+                if self.p.optimizer != "adam":
+                    group["weight_decay"] *= told["weight_decay"][number]
+                if "betas" in group:
+                    power = told["beta_power"][number]
+                    group["betas"] = tuple(beta**power for beta in group["betas"])
+            return
         for group in self.optimizer.param_groups:
             factor = {"constant": 1.0, "linear": scale, "sqrt": scale**0.5, "malladi": scale**0.5}
             if rule == "legw":

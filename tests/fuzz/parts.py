@@ -54,6 +54,7 @@ class Net(nn.Module):
         self.head = nn.Linear(hidden, 1)
         if p.net in ("unused", "sometimes"):
             self.extra = nn.Linear(FEATURES, 1)
+        self.dropout = nn.Dropout(p.dropout)
         self.seen = nn.Parameter(torch.zeros(p.num_samples))
 
     def forward(self, x: Tensor, idx: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,6 +63,8 @@ class Net(nn.Module):
             hidden = checkpoint(self._middle, hidden, use_reentrant=False)
         elif self.kind != "linear":
             hidden = self._middle(hidden)
+        if self.dropout.p:
+            hidden = self.dropout(hidden)
         out = self.head(hidden)
         if self.kind == "sometimes":
             chosen = x[:, 0] > 0.8
@@ -194,6 +197,30 @@ class Ema:
             value.copy_(saved)
 
 
+class Diary:
+    """What the rule did in each step; the user's own object, with state."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+
+    def append(self, epoch: int, model: Any) -> None:
+        self.steps.append(
+            {
+                "epoch": epoch,
+                "samples": model.clock.samples,
+                "lr": [factor.lr for factor in model.factors],
+                "beta_power": [factor.beta_power for factor in model.factors],
+                "weight_decay": [factor.weight_decay for factor in model.factors],
+            }
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": list(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = list(state["steps"])
+
+
 class History:
     """What evaluations said; the user's own object, with state."""
 
@@ -210,12 +237,12 @@ class History:
         self.values = list(state["values"])
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """State without what cannot be compared: functions, and resilin's own attributes."""
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items() if not callable(v)}
+        return {k: plain(v) for k, v in value.items() if not callable(v)}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, Tensor):
         return value.detach().clone()
     return value
@@ -234,18 +261,18 @@ def final_state(
     """What must be the same in the script and in the oracle."""
     state: dict[str, Any] = {
         "parameters": {name: q.detach().clone() for name, q in net.named_parameters()},
-        "optimizer": _plain(optimizer.state_dict()),
+        "optimizer": plain(optimizer.state_dict()),
         "history": list(history.values),
         "steps": steps,
         "samples": samples,
     }
     if scheduler is not None:
         state["scheduler"] = {
-            "last_epoch": scheduler.last_epoch,
+            "last_epoch": getattr(scheduler, "last_epoch", None),
             "last_lr": list(scheduler.get_last_lr()),
         }
     if scaler is not None:
-        state["scaler"] = _plain(scaler.state_dict())
+        state["scaler"] = plain(scaler.state_dict())
     if ema is not None:
-        state["ema"] = _plain(ema.state_dict())
+        state["ema"] = plain(ema.state_dict())
     return state

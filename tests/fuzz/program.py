@@ -4,13 +4,18 @@ A `Program` says what a training loop does, feature by feature, and nothing abou
 writes it down as a script that uses resilin; `oracle.py` runs the same thing in plain PyTorch, in
 one process. A `Case` adds the disturbance: how many replicas each life of the job has, and at which
 point which replica is killed.
+
+Programs of other frameworks are families (`families/`): their record is a dict of options, and
+their oracle is the undisturbed run of the same program.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +85,8 @@ class Program:
     max_local_bsz: int | None = None
     sizes: str = "fixed"
     """Who sets the batch size: `fixed`, `trace`, `clock` (a function), `schedule`, `epoch` (set by
-    the loop when an epoch begins)."""
+    the loop when an epoch begins), `once` (set by the loop when the second epoch begins), `auto`
+    (the autoscaler, with an adaptive rule)."""
     trace: tuple[int, ...] = ()
     """Batch sizes, by optimizer step (two steps each) or by epoch; the last one holds."""
     weights: str = "samples"
@@ -88,6 +94,8 @@ class Program:
 
     net: str = "linear"
     """`linear`, `mlp`, `tied`, `unused`, `sometimes`, `checkpointed`, `compiled`."""
+    dropout: float = 0.0
+    """The same at each number of replicas only where that never changes."""
     frozen: str = "none"
     """Which epochs train the first layer: `none` (all do), `first` (not the first epoch), `last`
     (not the last one), `always` (none does)."""
@@ -112,6 +120,8 @@ class Program:
     schedule: str = "epoch"
     """Who steps it: the loop in every `step` or `epoch`, or a `clock`."""
     ema: bool = False
+    train_stats: bool = False
+    """Whether an Accumulator sums over each epoch of training."""
     break_after: int | None = None
     """Committed steps after which an epoch of the loop is left, counted within the epoch."""
     evaluate: str = "none"
@@ -137,7 +147,11 @@ class Program:
 class Case:
     """A program and what befalls it."""
 
-    program: Program
+    program: Program = Program()
+    family: str = "loops"
+    """Which kind of program: `loops`, or the name of a module in `families/`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What a program of another family is made of."""
     worlds: tuple[int, ...] = (1,)
     """Replicas in each life; the last number holds."""
     kills: tuple[Kill, ...] = ()
@@ -146,12 +160,24 @@ class Case:
     """Where it comes from, if from the generator as it was then."""
     note: str = field(default="", compare=False)
 
+    @property
+    def has_twin(self) -> bool:
+        """Whether it is compared with an undisturbed run of itself rather than with the oracle."""
+        return self.family != "loops" or self.program.dropout > 0
+
+    @property
+    def twin(self) -> Case:
+        """The same program, undisturbed."""
+        return dataclasses.replace(self, kills=(), worlds=self.worlds[:1])
+
     def world(self, life: int) -> int:
         return self.worlds[min(life, len(self.worlds) - 1)]
 
     def to_json(self) -> str:
         return json.dumps(
             {
+                "family": self.family,
+                "options": self.options,
                 "program": changed(self.program),
                 "worlds": self.worlds,
                 "kills": [dataclasses.asdict(kill) for kill in self.kills],
@@ -165,6 +191,8 @@ class Case:
         record = json.loads(text)
         return cls(
             program=program_from(record["program"]),
+            family=record.get("family", "loops"),
+            options=record.get("options", {}),
             worlds=tuple(record["worlds"]),
             kills=tuple(Kill(**kill) for kill in record["kills"]),
             seed=record.get("seed"),
@@ -227,7 +255,7 @@ def generate(seed: int, *, max_world: int = 4, kills: bool = True) -> Case:
     if chance(0.6):
         fields["max_local_bsz"] = dice.randint(1, 4)
     if chance(0.6):
-        fields["sizes"] = dice.choice(("trace", "clock", "schedule", "epoch"))
+        fields["sizes"] = dice.choice(("trace", "clock", "schedule", "epoch", "once"))
         largest = min(16, num_samples)
         fields["trace"] = tuple(dice.randint(1, largest) for _ in range(dice.randint(2, 5)))
     if chance(0.3):
@@ -257,6 +285,15 @@ def generate(seed: int, *, max_world: int = 4, kills: bool = True) -> Case:
     elif chance(0.3):
         fields["scheduler"], fields["schedule"] = "ReduceLROnPlateau", "epoch"
     fields["ema"] = chance(0.4)
+    fields["train_stats"] = chance(0.3)
+    if chance(0.12):
+        fields["rule"] = dice.choice(("adascale", "adamscale", "surge"))
+        fields["stats_every"] = dice.randint(1, 3)
+        if chance(0.4):
+            fields["sizes"] = "auto"
+    fields["recreate"] = chance(0.08)
+    if chance(0.08):
+        fields["dropout"] = 0.3
     if chance(0.2):
         fields["break_after"] = dice.randint(1, 4)
     if chance(0.5):
@@ -277,19 +314,36 @@ def generate(seed: int, *, max_world: int = 4, kills: bool = True) -> Case:
     case = Case(
         program=program,
         worlds=tuple(dice.randint(1, max_world) for _ in range(4)),
-        kills=tuple(_kill(dice, program, life) for life in range(_number(dice) if kills else 0)),
+        kills=random_kills(dice, program) if kills else (),
         seed=seed,
     )
     return possible(case)
 
 
-def _number(dice: random.Random) -> int:
-    return dice.choices((0, 1, 2, 3, 4), (1, 5, 4, 2, 1))[0]
+def generate_home(seed: int, family: str, *, max_world: int = 3) -> Case:
+    """The case of this seed in a family of another framework."""
+    dice = random.Random(f"{family} {seed}")
+    home = importlib.import_module(f"tests.fuzz.families.{family}")
+    return Case(
+        family=family,
+        options=home.options(dice),
+        worlds=tuple(dice.randint(1, max_world) for _ in range(4)),
+        kills=random_kills(dice, Program(), home.HOOKS),
+        seed=seed,
+    )
 
 
-def _kill(dice: random.Random, program: Program, life: int) -> Kill:
+def random_kills(
+    dice: random.Random, program: Program, hooks: Sequence[str] = HOOKS
+) -> tuple[Kill, ...]:
+    """Kills of a few lives in a row."""
+    number = dice.choices((0, 1, 2, 3, 4), (1, 5, 4, 2, 1))[0]
+    return tuple(_kill(dice, program, hooks) for _ in range(number))
+
+
+def _kill(dice: random.Random, program: Program, hooks: Sequence[str]) -> Kill:
     if dice.random() < 0.6 or program.net == "compiled":
-        at = dice.choice(HOOKS)
+        at = dice.choice(hooks)
         once = at in ("setup", "wrapped", "trained", "reported")
         rare = at in ("epoch", "epoch_end", "evaluating", "evaluated")
         count = 1 if once else dice.randint(1, 2 if rare else 12)
@@ -306,6 +360,8 @@ def _kill(dice: random.Random, program: Program, life: int) -> Kill:
 
 def possible(case: Case) -> Case:
     """The case without combinations that mean nothing, or that mean something else each time."""
+    if case.family != "loops":
+        return case
     p = case.program
     fixes: dict[str, Any] = {}
     largest = max((p.batch_size, *p.trace))
@@ -320,8 +376,23 @@ def possible(case: Case) -> Case:
     if p.stats_every != "auto" and p.clip in ("loosen", "invariant"):
         # The threshold would follow noise that the oracle does not know.
         fixes["clip"] = "fixed"
-    if p.adaptive and p.clip in ("loosen", "invariant"):
-        fixes["clip"] = "fixed"
+    if p.sizes == "auto" and not p.adaptive:
+        fixes["sizes"], fixes["trace"] = "fixed", ()
+    if p.sizes == "auto" and p.trace:
+        fixes["trace"] = ()
+    if p.adaptive:
+        # The oracle takes factors and sizes of the steps from the run, and checks all else.
+        if p.clip in ("loosen", "invariant"):
+            fixes["clip"] = "fixed"
+        if p.schedule == "clock":
+            fixes["schedule"] = "epoch"
+        fixes["tail"] = "straddle" if p.tail == "straddle" else "short"
+        fixes["scaler"], fixes["break_after"] = False, None
     if p.schedule == "clock" and p.scheduler in ("none", "ReduceLROnPlateau"):
         fixes["schedule"] = "epoch"
+    if p.dropout:
+        case = dataclasses.replace(case, worlds=case.worlds[:1])
+        if p.sizes == "auto":
+            # It follows the clock on the wall, so no two runs are alike.
+            fixes["sizes"] = "fixed"
     return dataclasses.replace(case, program=dataclasses.replace(p, **fixes))

@@ -34,6 +34,9 @@ def write(p: Program) -> str:
         lines += _evaluation(p)
     add("history = parts.History()")
     add('resilin.register("history", history)')
+    if p.adaptive:
+        add("diary = parts.Diary()")
+        add('resilin.register("diary", diary)')
     add(f"ema = {'parts.Ema(net)' if p.ema else None}")
     if p.ema:
         add('resilin.register("ema", ema)')
@@ -44,7 +47,8 @@ def write(p: Program) -> str:
     add("")
     lines += _loop(p)
     add('kill_point("trained")')
-    add("report(net, optimizer, scheduler, scaler, ema, history, model.clock)")
+    more = ", diary" if p.adaptive else ""
+    add(f"report(net, optimizer, scheduler, scaler, ema, history, model.clock{more})")
     add('kill_point("reported")')
     return "\n".join(lines) + "\n"
 
@@ -99,6 +103,8 @@ def _loader(p: Program, indent: str) -> list[str]:
             f"loader.set_batch_size(resilin.Schedule("
             f"lambda t: {sizes}[min(int((t + 1e-6) // 2), {last})]))"
         )
+    elif p.sizes == "auto":
+        lines.append(f"loader.autoscale_batch_size({4 * p.batch_size})")
     return [indent + line for line in lines]
 
 
@@ -144,8 +150,13 @@ def _loop(p: Program) -> list[str]:
         lines += _loader(p, "    ")
     if p.sizes == "epoch":
         add(f"    loader.set_batch_size({p.trace!r}[min(epoch, {len(p.trace) - 1})])")
+    elif p.sizes == "once":
+        add("    if epoch == 1:")
+        add(f"        loader.set_batch_size({p.trace[0]})")
     if p.frozen != "none":
         add("    parts.freeze(p, net, epoch)")
+    if p.train_stats:
+        add("    stats = resilin.Accumulator()")
     add('    kill_point("epoch")')
     add("    for x, y, idx, weight in loader:")
     add('        kill_point("batch")')
@@ -164,6 +175,8 @@ def _loop(p: Program) -> list[str]:
     else:
         add("        loss.backward()")
     add('        kill_point("backward")')
+    if p.train_stats:
+        add('        stats["samples"] += loader.current_samples')
     if p.clip != "none":
         if p.scaler:
             add("        scaler.unscale_(optimizer)")
@@ -180,8 +193,10 @@ def _loop(p: Program) -> list[str]:
     if p.scheduler != "none" and p.schedule == "step":
         add("        scheduler.step()")
     inner = p.evaluate != "none" and p.evaluate_every is not None
-    if p.ema or inner or p.break_after is not None:
+    if p.ema or inner or p.break_after is not None or p.adaptive:
         add("        if model.clock.steps > before:")
+        if p.adaptive:
+            add("            diary.append(epoch, model)")
         if p.ema:
             add("            ema.update(net)")
         if inner:
@@ -191,6 +206,9 @@ def _loop(p: Program) -> list[str]:
             add(f"            if model.clock.steps >= (epoch + 1) * {p.break_after}:")
             add("                break")
     add('    kill_point("epoch_end")')
+    if p.train_stats:
+        add("    with stats.synchronized():")
+        add('        history.append(stats["samples"])')
     if p.evaluate != "none" and not inner:
         add("    evaluate()")
     if p.scheduler == "ReduceLROnPlateau":

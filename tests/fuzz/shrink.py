@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz import script
+from tests.fuzz.driver import source
 from tests.fuzz.program import Case, Program, possible
 
 Fails = Callable[[Case], bool]
@@ -54,6 +54,9 @@ def simpler(case: Case) -> Iterator[Case]:
         for less in range(1, world):
             worlds = (*case.worlds[:index], less, *case.worlds[index + 1 :])
             yield dataclasses.replace(case, worlds=worlds)
+    for name in case.options:
+        rest = {key: value for key, value in case.options.items() if key != name}
+        yield dataclasses.replace(case, options=rest)
     plain = Program()
     p = case.program
     for field in dataclasses.fields(Program):
@@ -79,7 +82,7 @@ def keep(case: Case, detail: str, folder: Path) -> Path:
     """Writes a case down with its script, what was wrong, and the command that runs it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "case.json").write_text(case.to_json() + "\n")
-    (folder / "script.py").write_text(script.write(case.program))
+    (folder / "script.py").write_text(source(case))
     (folder / "README").write_text(
         f"python benchmarks/torture.py --replay {folder / 'case.json'}\n\n{detail}\n"
     )

@@ -38,7 +38,10 @@ EXTRA_LIVES = 3
 
 def decide(folder: Path) -> dict[str, Any] | None:
     """Which case is next, and which life of it; None if all are done."""
-    for path in sorted((folder / "cases").iterdir()):
+    # A twin comes before the case that is compared with it.
+    for path in sorted(
+        (folder / "cases").iterdir(), key=lambda path: (path.name[:4], -len(path.name))
+    ):
         if (path / "done").exists():
             continue
         case = Case.from_json((path / "case.json").read_text())
