@@ -85,7 +85,13 @@ def make_net(p: Program) -> Net:
 
 def freeze(p: Program, net: Net, epoch: int) -> None:
     """Trains the first layer, or not, in this epoch."""
-    off = {"none": False, "first": epoch == 0, "last": epoch == p.epochs - 1, "always": True}
+    off = {
+        "none": False,
+        "first": epoch == 0,
+        "once": epoch == 0,
+        "last": epoch == p.epochs - 1,
+        "always": True,
+    }
     net.first.requires_grad_(not off[p.frozen])
 
 

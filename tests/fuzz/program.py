@@ -98,7 +98,8 @@ class Program:
     """The same at each number of replicas only where that never changes."""
     frozen: str = "none"
     """Which epochs train the first layer: `none` (all do), `first` (not the first epoch), `last`
-    (not the last one), `always` (none does)."""
+    (not the last one), `always` (none does), `once` (frozen at first, and unfrozen by the loop when
+    the second epoch begins)."""
     bucket_kb: float | None = None
     """Size of DDP's buckets; None leaves torch's."""
 
@@ -301,7 +302,7 @@ def generate(seed: int, *, max_world: int = 4, kills: bool = True) -> Case:
         if chance(0.3):
             fields["evaluate_every"] = dice.randint(1, 4)
     if chance(0.2):
-        fields["frozen"] = dice.choice(("first", "last", "always"))
+        fields["frozen"] = dice.choice(("first", "last", "always", "once"))
     if chance(0.5):
         fields["checkpoints"] = True
         if chance(0.8):

@@ -153,7 +153,10 @@ def _loop(p: Program) -> list[str]:
     elif p.sizes == "once":
         add("    if epoch == 1:")
         add(f"        loader.set_batch_size({p.trace[0]})")
-    if p.frozen != "none":
+    if p.frozen == "once":
+        add("    if epoch == 1:")
+        add("        net.first.requires_grad_(True)")
+    elif p.frozen != "none":
         add("    parts.freeze(p, net, epoch)")
     if p.train_stats:
         add("    stats = resilin.Accumulator()")
