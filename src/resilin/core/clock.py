@@ -49,6 +49,12 @@ class Reference:
         if self.tokens_per_step is not None:
             _validate.real("tokens_per_step", self.tokens_per_step, above=0)
 
+    def epoch_end(self, reading: float) -> float | None:
+        """Where the epoch ends that a clock's reading belongs to; None if its length is unknown."""
+        if self.steps_per_epoch is None:
+            return None
+        return (math.floor((reading + _ROUNDING) / self.steps_per_epoch) + 1) * self.steps_per_epoch
+
 
 def step_scale(actual: int, planned: int, reference: int) -> float:
     """The scale S of a step, also for the short last batch of an epoch.

@@ -30,6 +30,8 @@ def start(job: Job) -> Recovery:
 def _step_over(job: Job) -> tuple[Recovery, Recorder]:
     """The last step is over, if there was one: it is told of before anything else is done."""
     recovery = start(job)
+    if job.model is not None:
+        job.model.body_over()
     assert isinstance(job.recorder, Recorder)
     job.recorder.step_over()
     return recovery, job.recorder

@@ -83,6 +83,10 @@ class TrainedModel(Protocol):
         """How long the newest step that is known waited for the reduction of its gradient."""
         ...
 
+    def body_over(self) -> None:
+        """The loop body of a step is over."""
+        ...
+
     def drop_step(self) -> bool:
         """Forgets the step that is under way, with its gradient; whether it could."""
         ...

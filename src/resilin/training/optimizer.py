@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from resilin.core import _validate
 from resilin.core.rules import Factors
+from resilin.training.scheduler import SchedulerGate
 
 _MARK = "_resilin_gate"
 
@@ -33,6 +34,10 @@ class StepOwner(Protocol):
 
     def gradient_waits(self) -> bool:
         """Asked by `optimizer.zero_grad`: whether the gradient is still needed."""
+        ...
+
+    def schedule_waits(self) -> bool:
+        """Asked by `scheduler.step`: whether the body works on a step that is incomplete."""
         ...
 
     def stepping(self) -> AbstractContextManager[None]:
@@ -64,6 +69,8 @@ class Gate:
         vars(optimizer)["step"] = MethodType(self._make_step(), optimizer)
         vars(optimizer)["zero_grad"] = MethodType(self._make_zero_grad(), optimizer)
         vars(optimizer)[_MARK] = self
+        self.schedulers = SchedulerGate(optimizer, owner.schedule_waits)
+        """Makes the schedulers of the optimizer wait as well."""
 
     def _make_step(self) -> Any:
         gate = self
@@ -100,6 +107,7 @@ class Gate:
             if method is not None:
                 vars(self.optimizer)[name] = method
         vars(self.optimizer).pop(_MARK, None)
+        self.schedulers.remove()
 
 
 def gate_of(optimizer: Optimizer) -> Gate | None:
@@ -172,8 +180,13 @@ class _EveryFew:
         self._calls = 0
 
     def step_waits(self) -> bool:
+        if not self._calls and (gate := gate_of(self._optimizer)) is not None:
+            gate.schedulers.settle()
         self._calls += 1
         return self._calls < self._steps
+
+    def schedule_waits(self) -> bool:
+        return self._calls > 0
 
     def gradient_waits(self) -> bool:
         return self._calls > 0
@@ -197,7 +210,8 @@ def accumulate(optimizer: Optimizer, steps: int) -> Optimizer:
     This is gradient accumulation for any loop, without anything else of resilin. In between,
     `step` and `zero_grad` wait. The mean is exact for micro-batches of equal size; for unequal
     ones use `AdaptiveDataParallel`, which knows the sizes. Calling it again changes the number of
-    steps, at the next whole step; 1 takes the gate off.
+    steps, at the next whole step; 1 takes the gate off. Schedulers of the optimizer wait, too: what
+    is called after `optimizer.step()` counts its steps.
 
     Args:
         optimizer: Any optimizer whose `step` does not need a closure.

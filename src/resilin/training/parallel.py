@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from resilin.core import _validate
-from resilin.core.clock import Clock, Reference, scheduler_steps
+from resilin.core.clock import Clock
 from resilin.core.noise import Noise, gain
 from resilin.core.rules import (
     ClipPolicy,
@@ -39,8 +39,9 @@ from resilin.training.estimates import NoiseEstimates
 from resilin.training.gradstats import GroupNorms, MeasureSchedule
 from resilin.training.job import MicroBatch, StepSizes, current_job
 from resilin.training.optimizer import Gate, applied
+from resilin.training.reference import ReferenceBatch
 from resilin.training.scaler import ScalerGate, calling_scaler
-from resilin.training.scheduler import ClockedScheduler
+from resilin.training.scheduler import LOOSE, ClockedScheduler, LooseSchedulers
 from resilin.training.step import Part, StepGradient, tensors_in
 
 ScheduleBy = Literal["user", "rule", "samples", "tokens", "progress"]
@@ -124,13 +125,13 @@ class AdaptiveDataParallel(nn.Module):
         self.rule: ScalingRule = chosen
         """The scaling rule."""
         self.optimizer = optimizer
-        self._reference_batch = batch_size
         self.tokens_per_step = tokens_per_step
         """Tokens in one reference step, if they are counted."""
         self._estimates = NoiseEstimates(
             len(optimizer.param_groups), MeasureSchedule(stats_every, stats_budget), chosen.adaptive
         )
         self._job = current_job()
+        self._reference = ReferenceBatch(self._job, batch_size, tokens_per_step)
         self._ballot = Ballot(self._job.voters)
         self._gradient = StepGradient(
             model,
@@ -149,6 +150,8 @@ class AdaptiveDataParallel(nn.Module):
         self._prepared: tuple[int, float] | None = None
         self._scheduler = ClockedScheduler.make(lr_scheduler, schedule_by, chosen.clock)
         self._gate = Gate(optimizer, self)
+        if self._scheduler is not None:
+            self._gate.schedulers.hand_to(self._scheduler)
         self._scaler = None if scaler is None else ScalerGate(scaler, optimizer, self)
         self._job.model = self
         self._register(lr_scheduler, scaler)
@@ -161,10 +164,18 @@ class AdaptiveDataParallel(nn.Module):
             "scheduler": self._scheduler or scheduler,
             "scaler": scaler,
         }
+        registry = self._job.registry
+        self._loose = LooseSchedulers(
+            self.optimizer,
+            self._gate.schedulers,
+            lambda part: part is scheduler or registry.has(part),
+        )
+        if self._loose:
+            parts[LOOSE] = self._loose
         self._registered = [name for name, part in parts.items() if part is not None]
         self._job.registry.drop_released()
         for name in self._registered:
-            self._job.registry.add(name, parts[name])
+            registry.add(name, parts[name])
 
     def release(self) -> None:
         """Gives optimizer, scheduler and scaler their own methods back. The model stays usable.
@@ -174,8 +185,6 @@ class AdaptiveDataParallel(nn.Module):
         for name in self._registered:
             self._job.registry.release(name)
         self._gate.remove()
-        if self._scheduler is not None:
-            self._scheduler.release()
         if self._scaler is not None:
             self._scaler.release()
         if self._job.model is self:
@@ -221,7 +230,11 @@ class AdaptiveDataParallel(nn.Module):
     def sample_noise(self) -> Noise | None:
         """The same per sample, also where batches are weighed by something else."""
         noise = self.noise
-        return None if noise is None else replace(noise, trace=noise.trace / self._per_sample())
+        return (
+            None
+            if noise is None
+            else replace(noise, trace=noise.trace / self._reference.per_sample())
+        )
 
     def sync_seconds(self) -> float | None:
         """How long the newest step that is known waited for the reduction of its gradient."""
@@ -240,7 +253,7 @@ class AdaptiveDataParallel(nn.Module):
     def predict_gain(self, scale: float) -> float:
         """The gain that a step at this scale would have now."""
         _validate.real("scale", scale, above=0)
-        reference = self._reference(self._per_sample())
+        reference = self._reference.weight(self._reference.per_sample())
         return gain(self.noise, scale * reference, reference)
 
     def to_tensorboard(self, writer: SummaryWriter, step: int, prefix: str = PREFIX) -> None:
@@ -369,6 +382,11 @@ class AdaptiveDataParallel(nn.Module):
         """Asked by the gate: whether `zero_grad` would destroy a part of the step."""
         return self._gradient.pending
 
+    def schedule_waits(self) -> bool:
+        """Asked by the gate: whether the loop body works on a step that is incomplete."""
+        micro = self._job.micro_batch
+        return micro is not None and not micro.last
+
     def _prepare(self) -> tuple[int, float]:
         """Turns the complete gradient into gain and factors, once per step."""
         if self._prepared is not None:
@@ -376,9 +394,9 @@ class AdaptiveDataParallel(nn.Module):
         reduced = self._gradient.conclude()
         micro = self._job.micro_batch
         samples = micro.samples if micro is not None else round(reduced.weight)
-        scale = micro.scale if micro is not None else samples / self._reference(1.0)
+        scale = micro.scale if micro is not None else samples / self._reference.weight(1.0)
         per_sample = reduced.weight / samples
-        reference = self._reference(per_sample)
+        reference = self._reference.weight(per_sample)
         self._estimates.take_in(
             reduced.samples,
             weight=reduced.weight,
@@ -395,7 +413,7 @@ class AdaptiveDataParallel(nn.Module):
             batch_size=scale * reference,
             reference=reference,
             noise=noise,
-            elapsed=self.clock.read(self.rule.clock, self._clock_reference()),
+            elapsed=self._reference.read(self.rule.clock),
         )
         if self._gradient.measure:
             self._estimates.schedule.observe(reduced.cost)
@@ -411,9 +429,9 @@ class AdaptiveDataParallel(nn.Module):
         self._commit(samples, weight)
 
     def _commit(self, samples: int, weight: float) -> None:
-        job, micro = self._job, self._job.micro_batch
-        before = job.clock
-        job.clock = before.advance(
+        job, micro, scheduler = self._job, self._job.micro_batch, self._scheduler
+        before = 0.0 if scheduler is None else self._reference.read(scheduler.clock)
+        job.clock = job.clock.advance(
             samples=samples,
             scale=self._scale,
             gain=self._gain,
@@ -428,10 +446,19 @@ class AdaptiveDataParallel(nn.Module):
         self.end_step()
         if job.loader is not None:
             job.loader.commit()
-        if self._scheduler is not None and self._scheduler.clock is not None:
-            name, reference = self._scheduler.clock, self._clock_reference()
-            after = job.clock.read(name, reference)
-            self._scheduler.advance(scheduler_steps(before.read(name, reference), after))
+        if scheduler is not None:
+            after = self._reference.read(scheduler.clock)
+            scheduler.advance(before, after, self._reference.schedule_end(before))
+
+    def body_over(self) -> None:
+        """The loop body of a step is over, or that of one that was given up."""
+        if self._gradient.pending:
+            self._gate.schedulers.forget()
+        else:
+            self._gate.schedulers.settle()
+        if LOOSE not in self._registered and self._loose:
+            self._job.registry.add(LOOSE, self._loose)
+            self._registered.append(LOOSE)
 
     def drop_step(self) -> bool:
         """Forgets the step that is under way, with its gradient.
@@ -481,30 +508,3 @@ class AdaptiveDataParallel(nn.Module):
         self._prepare()
         threshold = clip_threshold(max_norm, self._gain, policy)
         return torch.nn.utils.clip_grad_norm_(self.module.parameters(), threshold, norm_type)
-
-    # Reference -----------------------------------------------------------------------------
-
-    def _reference(self, per_sample: float) -> float:
-        """The reference batch in the units of the weights."""
-        known = self._job.reference
-        if known is not None:
-            if self._reference_batch not in (None, known.batch_size):
-                raise ValueError(
-                    f"batch_size ({self._reference_batch}) of the AdaptiveDataParallel must be "
-                    f"that of the AdaptiveDataLoader ({known.batch_size}), or left out"
-                )
-            return known.batch_size * per_sample
-        if self._reference_batch is None:
-            raise ValueError(
-                "the reference batch is not known: pass batch_size= (the global batch size that "
-                "the learning rate was tuned for) or train with an AdaptiveDataLoader"
-            )
-        return self._reference_batch * per_sample
-
-    def _per_sample(self) -> float:
-        clock = self._job.clock
-        return clock.tokens / clock.samples if clock.samples else 1.0
-
-    def _clock_reference(self) -> Reference:
-        known = self._job.reference or Reference(round(self._reference(1.0)))
-        return replace(known, tokens_per_step=self.tokens_per_step)

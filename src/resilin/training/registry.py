@@ -136,6 +136,10 @@ class Registry:
         self._shared[name] = thing
         self._released.discard(name)
 
+    def has(self, thing: object) -> bool:
+        """Whether somebody has registered this very object."""
+        return any(present is thing for present in self._shared.values())
+
     def remove(self, name: str) -> None:
         """Forgets a name, and the state that was restored for it: none of it is kept any more."""
         self._shared.pop(name, None)
