@@ -8,6 +8,7 @@ optimizer had, so that schedulers and checkpoints only ever see the user's own v
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +24,8 @@ from resilin.core.rules import Factors
 from resilin.training.scheduler import SchedulerGate
 
 _MARK = "_resilin_gate"
+_TRACKED = "_wrapped_by_lr_sched"
+"""Mark of an `optimizer.step` that tells schedulers whether it was called."""
 
 
 class StepOwner(Protocol):
@@ -87,8 +90,8 @@ class Gate:
             return result if closure is None else loss
 
         # Schedulers look for this mark and warn if a later gate hides it.
-        if hasattr(self._step, "_wrapped_by_lr_sched"):
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        if hasattr(self._step, _TRACKED):
+            setattr(step, _TRACKED, True)
         return step
 
     def _make_zero_grad(self) -> Any:
@@ -102,12 +105,28 @@ class Gate:
 
     def remove(self) -> None:
         """Gives the optimizer its own methods back."""
+        tracked = hasattr(self.optimizer.step, _TRACKED)
         for name, method in self._had.items():
             vars(self.optimizer).pop(name, None)
             if method is not None:
                 vars(self.optimizer)[name] = method
+        if tracked and not hasattr(self.optimizer.step, _TRACKED):
+            # A scheduler made since then has put its wrapper around the gate, and misses it.
+            vars(self.optimizer)["step"] = _tracked(self.optimizer.step)
         vars(self.optimizer).pop(_MARK, None)
         self.schedulers.remove()
+
+
+def _tracked(own: Any) -> Any:
+    """An optimizer's own step with what a scheduler puts around it."""
+
+    @functools.wraps(own.__func__)
+    def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True
+        return own.__func__(optimizer, *args, **kwargs)
+
+    setattr(step, _TRACKED, True)
+    return MethodType(step, own.__self__)
 
 
 def gate_of(optimizer: Optimizer) -> Gate | None:

@@ -176,10 +176,11 @@ def _gated(kind: type[LRScheduler]) -> type[LRScheduler]:
         return gate.called(self, own, *args, **kwargs)
 
     def reduce(self: LRScheduler, protocol: Any) -> Any:
-        # A copy, or what is pickled, is of the user's class.
+        # A copy, or what is pickled, is of the user's class. Protocol 1 names it in a call that
+        # pickle does not compare with the class of the object.
         self.__class__ = kind
         try:
-            return self.__reduce_ex__(protocol)
+            return self.__reduce_ex__(1)
         finally:
             self.__class__ = subclass
 
