@@ -41,7 +41,7 @@ from resilin.training.job import MicroBatch, StepSizes, current_job
 from resilin.training.optimizer import Gate, applied
 from resilin.training.reference import ReferenceBatch
 from resilin.training.scaler import ScalerGate, calling_scaler
-from resilin.training.scheduler import LOOSE, ClockedScheduler, LooseSchedulers
+from resilin.training.scheduler import ClockedScheduler, LooseSchedulers
 from resilin.training.step import Part, StepGradient, tensors_in
 
 ScheduleBy = Literal["user", "rule", "samples", "tokens", "progress"]
@@ -164,18 +164,14 @@ class AdaptiveDataParallel(nn.Module):
             "scheduler": self._scheduler or scheduler,
             "scaler": scaler,
         }
-        registry = self._job.registry
-        self._loose = LooseSchedulers(
-            self.optimizer,
-            self._gate.schedulers,
-            lambda part: part is scheduler or registry.has(part),
-        )
-        if self._loose:
-            parts[LOOSE] = self._loose
         self._registered = [name for name, part in parts.items() if part is not None]
         self._job.registry.drop_released()
         for name in self._registered:
-            registry.add(name, parts[name])
+            self._job.registry.add(name, parts[name])
+        self._loose = LooseSchedulers(
+            self._gate.schedulers, self.optimizer, self._job.registry, handed_over=scheduler
+        )
+        self._loose.take_part()
 
     def release(self) -> None:
         """Gives optimizer, scheduler and scaler their own methods back. The model stays usable.
@@ -456,9 +452,7 @@ class AdaptiveDataParallel(nn.Module):
             self._gate.schedulers.forget()
         else:
             self._gate.schedulers.settle()
-        if LOOSE not in self._registered and self._loose:
-            self._job.registry.add(LOOSE, self._loose)
-            self._registered.append(LOOSE)
+        self._loose.take_part()
 
     def drop_step(self) -> bool:
         """Forgets the step that is under way, with its gradient.

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from resilin.core import _validate
 from resilin.core.clock import CLOCKS, ClockName, scheduler_steps
+from resilin.training.registry import Registry
 
 _MARK = "_resilin_schedulers"
 LOOSE = "schedulers"
@@ -247,25 +248,39 @@ class LooseSchedulers:
     A job that is restarted makes them again, and their count has to be what it was.
 
     Args:
-        optimizer: Whose schedulers they are.
-        gate: Its gate.
-        elsewhere: Whether the state of a scheduler is kept by somebody else.
+        gate: The gate of their optimizer.
+        optimizer: That optimizer.
+        registry: Where the state of the job is registered.
+        handed_over: The scheduler whose state the model keeps.
     """
 
     def __init__(
-        self, optimizer: Optimizer, gate: SchedulerGate, elsewhere: Callable[[object], bool]
+        self,
+        gate: SchedulerGate,
+        optimizer: Optimizer,
+        registry: Registry,
+        handed_over: LRScheduler | None,
     ) -> None:
-        self._optimizer = optimizer
         self._gate = gate
-        self._elsewhere = elsewhere
+        self._optimizer = optimizer
+        self._registry = registry
+        self._handed_over = handed_over
 
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._present())
+    def take_part(self) -> None:
+        """Registers this, as soon as there are any."""
+        if not self._registry.has(self) and self._present():
+            self._registry.add(LOOSE, self)
+
+    def leave(self) -> None:
+        """Takes it out of the state of the job."""
+        self._registry.remove(LOOSE)
 
     def _present(self) -> dict[str, LRScheduler]:
-        found = self._gate.outermost()
-        return {name: s for name, s in found.items() if not self._elsewhere(s)}
+        return {
+            name: scheduler
+            for name, scheduler in self._gate.outermost().items()
+            if scheduler is not self._handed_over and not self._registry.has(scheduler)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Their states by name, and the learning rates that they have set."""
