@@ -41,7 +41,7 @@ from resilin.training.job import MicroBatch, StepSizes, current_job
 from resilin.training.optimizer import Gate, applied
 from resilin.training.reference import ReferenceBatch
 from resilin.training.scaler import ScalerGate, calling_scaler
-from resilin.training.scheduler import ClockedScheduler, LooseSchedulers
+from resilin.training.scheduler import ClockedScheduler
 from resilin.training.step import Part, StepGradient, tensors_in
 
 ScheduleBy = Literal["user", "rule", "samples", "tokens", "progress"]
@@ -168,10 +168,7 @@ class AdaptiveDataParallel(nn.Module):
         self._job.registry.drop_released()
         for name in self._registered:
             self._job.registry.add(name, parts[name])
-        self._loose = LooseSchedulers(
-            self._gate.schedulers, self.optimizer, self._job.registry, handed_over=scheduler
-        )
-        self._loose.take_part()
+        self._gate.schedulers.keep_in(self._job.registry, handed_over=scheduler)
 
     def release(self) -> None:
         """Gives optimizer, scheduler and scaler their own methods back. The model stays usable.
@@ -448,11 +445,7 @@ class AdaptiveDataParallel(nn.Module):
 
     def body_over(self) -> None:
         """The loop body of a step is over, or that of one that was given up."""
-        if self._gradient.pending:
-            self._gate.schedulers.forget()
-        else:
-            self._gate.schedulers.settle()
-        self._loose.take_part()
+        self._gate.schedulers.settle(given_up=self._gradient.pending)
 
     def drop_step(self) -> bool:
         """Forgets the step that is under way, with its gradient.

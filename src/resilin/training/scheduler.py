@@ -56,6 +56,7 @@ class SchedulerGate:
         self._held: dict[LRScheduler, Callable[[], object]] = {}
         self._names: WeakKeyDictionary[LRScheduler, str] = WeakKeyDictionary()
         self._numbers: Counter[str] = Counter()
+        self._loose: LooseSchedulers | None = None
         vars(optimizer)[_MARK] = self
         _Watched.install()
         # In an order that the next process of the same script finds, too.
@@ -106,18 +107,32 @@ class SchedulerGate:
         finally:
             self._by_clock = False
 
-    def settle(self) -> None:
-        """Ends a complete step: what still waits, because the last micro-batch made no call."""
-        held, self._held = self._held, {}
-        for step in held.values():
-            step()
+    def settle(self, *, given_up: bool = False) -> None:
+        """Ends a step: what still waits, because the last micro-batch made no call, steps now.
 
-    def forget(self) -> None:
-        """Drops what waits: its step was given up."""
-        self._held = {}
+        Args:
+            given_up: Whether the step was left incomplete; then nothing counts it.
+        """
+        held, self._held = self._held, {}
+        for step in () if given_up else held.values():
+            step()
+        if self._loose is not None:
+            self._loose.take_part()
+
+    def keep_in(self, registry: Registry, handed_over: LRScheduler | None) -> None:
+        """Makes the schedulers that nobody handed over a part of the job's state.
+
+        Args:
+            registry: Where the state of the job is registered.
+            handed_over: The scheduler whose state the model keeps.
+        """
+        self._loose = LooseSchedulers(self, self._optimizer, registry, handed_over)
+        self._loose.take_part()
 
     def remove(self) -> None:
         """Gives all schedulers their own class back."""
+        if self._loose is not None:
+            self._loose.leave()
         for scheduler in self._names:
             scheduler.__class__ = type(scheduler).__mro__[1]
         self._names.clear()
@@ -265,6 +280,7 @@ class LooseSchedulers:
         self._optimizer = optimizer
         self._registry = registry
         self._handed_over = handed_over
+        self._left: dict[str, LRScheduler] | None = None
 
     def take_part(self) -> None:
         """Registers this, as soon as there are any."""
@@ -272,10 +288,13 @@ class LooseSchedulers:
             self._registry.add(LOOSE, self)
 
     def leave(self) -> None:
-        """Takes it out of the state of the job."""
-        self._registry.remove(LOOSE)
+        """Gives the name free; those that are there stay in the state until another gate's are."""
+        self._left = self._present()
+        self._registry.release(LOOSE)
 
     def _present(self) -> dict[str, LRScheduler]:
+        if self._left is not None:
+            return self._left
         return {
             name: scheduler
             for name, scheduler in self._gate.outermost().items()
