@@ -90,3 +90,46 @@ def test_a_directory_is_abandoned_when_agent_and_workers_are_gone(tmp_path):
         worker.communicate(timeout=10)
     held.release(remove=False)
     assert [path.name for path in abandoned(tmp_path)] == ["dead", "held", "used"]
+
+
+OTHER_AGENT = """
+import sys
+from pathlib import Path
+from resilin.cli.memory import MemoryDirectory
+held = MemoryDirectory(Path(sys.argv[1]), "job", sys.argv[2])
+print(flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        ("localhost:0", "localhost:0", False),
+        ("node0:29400", "localhost:0", False),
+        ("node0:29400", "node0:29401", False),
+        # Agents of one job on one machine; they may call the place by different names.
+        ("node0:29400", "localhost:29400", True),
+    ],
+)
+def test_two_jobs_of_one_id_do_not_share_it(tmp_path, first, second, same):
+    command = [sys.executable, "-c", OTHER_AGENT, str(tmp_path), first]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"\n"
+        try:
+            if same:
+                assert MemoryDirectory(tmp_path, "job", second).release(remove=False) is False
+            else:
+                places = [p.replace("localhost:0", "a place of its own") for p in (first, second)]
+                message = (
+                    rf"job job is alive .*process {other.pid}.* at {places[0]}.*at {places[1]}"
+                )
+                with pytest.raises(ValueError, match=message):
+                    MemoryDirectory(tmp_path, "job", second)
+        finally:
+            other.kill()
+    # However it ended: who comes next takes over what it left.
+    after = MemoryDirectory(tmp_path, "job", second)
+    assert not after.holds_state
+    assert [path.name for path in after.path.iterdir()] == [f"agent-{os.getpid()}"]
+    assert after.release(remove=True)

@@ -17,7 +17,6 @@ from resilin.training import keeping
 from resilin.training.job import current_job
 from resilin.training.memory import MemoryCopies
 from resilin.training.protection import Protection, from_environment, memory_directory
-from resilin.training.snapshot import Version
 
 
 @pytest.fixture(autouse=True)
@@ -207,14 +206,14 @@ def test_what_is_registered_survives_in_memory(monkeypatch, tmp_path, late):
     monkeypatch.setenv(environment.MEMORY_DIR, str(tmp_path / "memory"))
     keeping.register("mine", Counter(5))
     assert keeping.resume() is None
-    assert MemoryCopies(tmp_path / "memory").versions() == [Version(0, 0)]
+    assert MemoryCopies(tmp_path / "memory").versions()[0].step == 0
     resilin.reset_job()
     counter = Counter()
     if late:
-        assert keeping.resume() == Version(0, 0)
+        assert keeping.resume().step == 0
         assert counter.n == 0
     keeping.register("mine", counter)
-    assert keeping.resume() == Version(0, 0)
+    assert keeping.resume().step == 0
     assert counter.n == 5
     assert current_job().engine.generation == 1
 

@@ -13,7 +13,6 @@ import torch
 import resilin
 from resilin.engine.group import LAUNCHER_ENV
 from resilin.training.checkpoint import Checkpoints
-from resilin.training.snapshot import Version
 from tests.replicas import replica
 from tests.training.recovery_job import NUM_SAMPLES, STEPS_PER_EPOCH, Job
 
@@ -28,6 +27,11 @@ def crash_at(step):
             raise Crash
 
     return on_step
+
+
+def at(version):
+    """Which state it is, without the random number of the start that reached it."""
+    return version.generation, version.step, version.epoch
 
 
 def undisturbed(epochs=3):
@@ -169,7 +173,7 @@ def test_the_memory_copy_holds_the_last_completed_step(tmp_path, monkeypatch):
     first = run(None, on_step=crash_at(10))
     resilin.reset_job()
     job = Job()
-    assert resilin.resume() == Version(0, 9, 1)
+    assert at(resilin.resume()) == (0, 9, 1)
     assert resilin.current_job().engine.generation == 1
     job.train(3)
     assert job.result() == {**undisturbed(), "totals": [NUM_SAMPLES, NUM_SAMPLES]}
@@ -182,13 +186,13 @@ def test_the_newer_one_of_memory_and_checkpoint_wins(tmp_path, monkeypatch):
     run(tmp_path / "checkpoints", every=None, on_step=crash_at(11))
     resilin.checkpoint_to(tmp_path / "checkpoints")
     Job()
-    assert resilin.resume() == Version(1, 10, 1)
+    assert at(resilin.resume()) == (1, 10, 1)
     resilin.reset_job()
     for path in (tmp_path / "memory").iterdir():
         path.unlink()
     resilin.checkpoint_to(tmp_path / "checkpoints")
     Job()
-    assert resilin.resume() == Version(0, 8, 1)
+    assert at(resilin.resume()) == (0, 8, 1)
 
 
 def test_a_stale_copy_of_an_earlier_generation_does_not_win(tmp_path, monkeypatch):
@@ -333,9 +337,9 @@ def test_a_host_that_got_the_state_from_another_keeps_a_copy_at_once(shared_path
     version = resilin.resume()
     versions = resilin.current_job().recovery._memory.versions()
     resilin.reset_job()
-    assert version == Version(0, 4)
+    assert at(version) == (0, 4, 0)
     # Else a loss of the one host that has it would lose it.
-    assert versions[0] == Version(1, 4)
+    assert at(versions[0]) == (1, 4, 0)
     assert set(before) <= set(here.iterdir())
     # Now that both have it, nothing is written.
     before = sorted(here.iterdir())
@@ -447,7 +451,7 @@ def test_all_replicas_stop_at_the_same_step_and_any_number_goes_on(shared_path, 
     # The sums that replicas had added by then are one sum now.
     resilin.current_job().engine.gather(None)
     newest = Checkpoints(shared_path).commits()[0]
-    assert newest.version == Version(0, job.model.clock.steps, 1)
+    assert at(newest.version) == (0, job.model.clock.steps, 1)
     assert 10 < newest.version.step <= 12
     first = replica() == 0
     torch.distributed.destroy_process_group()

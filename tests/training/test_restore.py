@@ -5,9 +5,10 @@ import logging
 import pytest
 import torch
 
+from resilin.core.recovery import candidates
 from resilin.training.job import current_job
 from resilin.training.memory import MemoryCopies, Place
-from resilin.training.restore import Content, candidates, newest_state
+from resilin.training.restore import Content, newest_state
 from resilin.training.snapshot import OwnState, Snapshot, Version
 from tests.replicas import replica
 
@@ -24,7 +25,8 @@ def state(step, generation=0, replicas=2):
 
 def keep(copies, snapshot, sums, who, num_local=1, local=0, host=None):
     place = Place(who if host is None else host, local, num_local, who)
-    copies.keep(snapshot, sums, place)
+    before = Version(snapshot.version.generation, snapshot.version.step - 1)
+    copies.keep(snapshot, sums, place, previous=before)
 
 
 @pytest.mark.world_size(2)
@@ -33,7 +35,7 @@ def test_a_host_without_a_copy_gets_it_from_one_that_has_it(tmp_path, caplog):
     if replica() == 1:
         keep(copies, state(7), SUM, who=1)
     caplog.set_level(logging.WARNING, "resilin")
-    snapshot, source = newest_state(current_job().engine, copies, None)
+    snapshot, source, _ = newest_state(current_job().engine, copies, None)
     assert (snapshot.version, source) == (Version(0, 7), "memory")
     assert torch.equal(snapshot.tensors["model.weight"], torch.full((5,), 7.0))
     assert snapshot.tensors["model.half"].dtype == torch.bfloat16
@@ -47,7 +49,7 @@ def test_sums_of_all_replicas_are_worth_one_step_that_not_all_have_ended(tmp_pat
     for step in (4, 5):
         keep(first, state(step), SUM, who=0, num_local=2, local=0, host=0)
     keep(second, state(4), SUM, who=1, num_local=2, local=1, host=0)
-    snapshot, _ = newest_state(current_job().engine, first, None)
+    snapshot, *_ = newest_state(current_job().engine, first, None)
     assert snapshot.version.step == 4
     assert snapshot.tree["sums/start/0"] == {"samples": 6.0}
 
@@ -80,13 +82,10 @@ def test_whole_sums_of_an_earlier_generation_are_not_worth_going_back(tmp_path):
     ],
 )
 def test_what_each_has_of_its_own_is_worth_one_step(owners, replicas, step):
-    found = {
-        Version(0, 4): [Content(2, {0: {}, 1: {}}, owners | {1} if owners else owners)],
-        Version(0, 5): [Content(2, {0: {}}, owners)],
-    }
-    best = candidates(found, replicas)[0]
-    # Nothing was added to sums, so none are missing.
-    assert (best.version.step, best.has_all_sums) == (step, True)
+    before = Content(2, None, {0: {}, 1: {}}, owners | {1} if owners else owners)
+    newest = Content(2, Version(0, 4), {each: {} for each in owners | {0}}, owners)
+    held = [before.held(Version(0, 4), replicas), newest.held(Version(0, 5), replicas)]
+    assert candidates(held)[0].version.step == step
 
 
 @pytest.mark.world_size(2)
@@ -96,5 +95,5 @@ def test_what_each_has_of_its_own_comes_from_all_hosts(tmp_path):
         {"own/random": {"$": "tensor", "of": "own/random"}}, {"own/random": torch.tensor(replica())}
     )
     copies.keep(state(7), {}, Place(replica(), 0, 1, replica()), mine)
-    snapshot, _ = newest_state(current_job().engine, copies, None)
+    snapshot, *_ = newest_state(current_job().engine, copies, None)
     assert [int(snapshot.state(f"own/{i}/random")) for i in range(2)] == [0, 1]

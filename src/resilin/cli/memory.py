@@ -4,6 +4,9 @@ It is `<parent>/<run id>`, so that a job which is started again under its id fin
 Whoever runs the job holds a shared lock on the directory itself. The kernel drops the lock with
 the process, however that ended: a directory whose lock can be had for oneself alone belongs to
 nobody, with no process numbers to compare and no file to clean up.
+
+Agents of one job share the directory; those of two jobs with one id must not. They are told apart
+by where they meet, which each notes in a file beside the state.
 """
 
 from __future__ import annotations
@@ -17,6 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from resilin.engine import environment
+from resilin.engine.processes import process_gone, process_start
+
+_AGENT = "agent-"
+"""How the files begin in which agents note where they meet."""
 
 
 class MemoryDirectory:
@@ -25,13 +32,16 @@ class MemoryDirectory:
     Args:
         parent: Where it is made.
         run_id: The job; several agents of one job on a machine share the directory.
+        meeting: Where the agents of the job meet, as `host:port`. With port 0 nobody else can know
+            the place, so the job has but this agent.
 
     Raises:
-        ValueError: The id cannot name a directory.
+        ValueError: The id cannot name a directory, or a job of this id that meets elsewhere is
+            alive on this machine.
         PermissionError: The directory belongs to somebody else.
     """
 
-    def __init__(self, parent: Path, run_id: str) -> None:
+    def __init__(self, parent: Path, run_id: str, meeting: str = "localhost:0") -> None:
         if not re.fullmatch(r"[\w.:@+-]+", run_id) or run_id in {".", ".."}:
             raise ValueError(
                 f"the run id ({run_id!r}) names a directory: it must be made of letters, digits "
@@ -51,8 +61,40 @@ class MemoryDirectory:
                 self._lock = os.open(self.path, os.O_RDONLY)
                 fcntl.flock(self._lock, fcntl.LOCK_SH)
                 if os.path.samestat(os.fstat(self._lock), self.path.stat()):
-                    return
+                    break
                 os.close(self._lock)
+        self._note = self.path / f"{_AGENT}{os.getpid()}"
+        try:
+            self._refuse_others(run_id, meeting)
+            self._note.write_text(f"{process_start(os.getpid())} {meeting}")
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _refuse_others(self, run_id: str, meeting: str) -> None:
+        """Raises if a living agent of another job has the directory; removes notes of dead ones."""
+        for note in sorted(self.path.glob(f"{_AGENT}*")):
+            pid = int(note.name.removeprefix(_AGENT))
+            with suppress(FileNotFoundError, ValueError):
+                started, other = note.read_text().split()
+                if pid == os.getpid() or process_gone(pid, started):
+                    note.unlink()
+                elif not _same_place(meeting, other):
+                    break
+        else:
+            return
+        raise ValueError(
+            f"job {run_id} is alive on this machine: process {pid}, which meets at "
+            f"{_named(other)}, keeps its state in {self.path}. This one (process {os.getpid()}) "
+            f"meets at {_named(meeting)}, so it is another job, and two jobs cannot have one id: "
+            "give it another --rdzv-id, or stop "
+            "the other one first"
+        )
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether there is anything in it but what agents noted."""
+        return any(not each.name.startswith(_AGENT) for each in self.path.iterdir())
 
     def release(self, *, remove: bool) -> bool:
         """Lets go of the directory.
@@ -64,6 +106,7 @@ class MemoryDirectory:
         Returns:
             Whether it was removed.
         """
+        self._note.unlink(missing_ok=True)
         if remove := remove and _lock_alone(self._lock):
             with suppress(FileNotFoundError):
                 shutil.rmtree(self.path)
@@ -72,6 +115,16 @@ class MemoryDirectory:
                     self.path.parent.rmdir()
         os.close(self._lock)
         return remove
+
+
+def _same_place(one: str, other: str) -> bool:
+    """Whether two agents meet at one place. Its name may be written in several ways."""
+    ports = {place.rpartition(":")[2] for place in (one, other)}
+    return len(ports) == 1 and ports != {"0"}
+
+
+def _named(place: str) -> str:
+    return "a place of its own" if place.endswith(":0") else place
 
 
 def abandoned(parent: Path) -> list[Path]:

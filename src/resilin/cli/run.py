@@ -148,7 +148,7 @@ def prepare(args: argparse.Namespace) -> MemoryDirectory | None:
     if args.memory_dir is None and environment.MEMORY_DIR in os.environ:
         return None
     parent = Path(args.memory_dir) if args.memory_dir else environment.memory_parent()
-    memory = MemoryDirectory(parent, args.rdzv_id)
+    memory = MemoryDirectory(parent, args.rdzv_id, args.rdzv_endpoint)
     os.environ[environment.MEMORY_DIR] = str(memory.path)
     return memory
 
@@ -156,7 +156,7 @@ def prepare(args: argparse.Namespace) -> MemoryDirectory | None:
 def _leave(memory: MemoryDirectory, run_id: str, code: int) -> None:
     """Removes the state in memory if the job is done, or was stopped and could save to disk."""
     saved = code > 128 and environment.CHECKPOINT_DIR in os.environ
-    needless = code == 0 or saved or not any(memory.path.iterdir())
+    needless = code == 0 or saved or not memory.holds_state
     memory.release(remove=needless)
     if not needless:
         say(

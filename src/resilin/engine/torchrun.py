@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 from typing import NoReturn
 
 from resilin.engine import environment
 from resilin.engine.base import Engine
+from resilin.engine.processes import process_gone as process_gone
+from resilin.engine.processes import process_start as process_start
 from resilin.engine.stop import RESTART
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -106,29 +107,3 @@ class Torchrun(Engine):
         if self.restartable and not self.orphaned() and self.stop.signal != signal.SIGTERM:
             os.kill(self._agent, signal.SIGTERM)
         raise SystemExit(self.stop.exit_code)
-
-
-def process_gone(pid: int, started: str | None) -> bool:
-    """Whether a process of this host has ended, also if nobody has collected it yet.
-
-    Args:
-        pid: Its number.
-        started: What `process_start` said of it; a number may be given to another process later.
-    """
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    now = process_start(pid)
-    return now is not None and now != started
-
-
-def process_start(pid: int) -> str | None:
-    """When a process began, in the kernel's words; empty if it has ended, None if not known."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None if not Path("/proc/self/stat").exists() else ""
-    return "" if fields[0] in "ZX" else fields[19]

@@ -19,17 +19,19 @@ import stat
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from resilin.core.recovery import CopyFile, complete_copies, shares_written
 from resilin.engine.devices import to_host
+from resilin.engine.processes import process_gone, process_start
 from resilin.training.snapshot import Json, OwnState, Snapshot, Version, names, shares
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files. Others are passed over: their job runs another resilin."""
 SHARE = 0.5
 """Part of the memory's file system that copies may take: data loaders live there, too."""
@@ -54,12 +56,25 @@ class Place:
     """Which replica of the job."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class Writer(NamedTuple):
+    """The process that wrote a file."""
+
+    pid: int
+    """Its number."""
+    started: str | None
+    """When it began, in the kernel's words: numbers are used again."""
+
+    @classmethod
+    def here(cls) -> Writer:
+        """This process."""
+        return cls(os.getpid(), process_start(os.getpid()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found(CopyFile):
     """One complete file."""
 
     path: Path
-    version: Version
     meta: dict[str, Any]
 
 
@@ -94,6 +109,7 @@ class MemoryCopies:
         self.directory = directory
         self._writers: dict[tuple[int, int], _Writer] = {}
         self._turn = 0
+        self._writer_process = Writer.here()
 
     # Writing -------------------------------------------------------------------------------
 
@@ -103,6 +119,9 @@ class MemoryCopies:
         sums: Mapping[str, Json],
         place: Place,
         own: OwnState | None = None,
+        *,
+        previous: Version | None = None,
+        again: bool = False,
     ) -> None:
         """Copies this replica's part of the state; complete when it returns.
 
@@ -111,12 +130,41 @@ class MemoryCopies:
             sums: This replica's part of what is summed over the replicas.
             place: Where this replica is. All of the host's replicas have to keep the same steps.
             own: What this replica alone has.
+            previous: The copy before, or the state that the job resumed from.
+            again: Whether to overwrite the last copy, because an earlier state is to be had.
+
+        Raises:
+            OSError: There is no room for it. The copy before is untouched.
+            RuntimeError: A process of another job writes to the same file.
         """
+        before = self._turn
+        self._turn = before if again else 1 - before
+        try:
+            self._keep(snapshot, sums, place, own, previous)
+        except BaseException:
+            # Else the next one would overwrite the last that is complete.
+            self._turn = before
+            raise
+
+    def _keep(
+        self,
+        snapshot: Snapshot,
+        sums: Mapping[str, Json],
+        place: Place,
+        own: OwnState | None,
+        previous: Version | None,
+    ) -> None:
         num = place.num_local_replicas
         dealt = shares(snapshot.tensors, num)
-        self._turn = 1 - self._turn
-        for share in sorted({place.local_replica, (place.local_replica + 1) % num}):
-            meta: dict[str, Any] = {"share": share, "num_shares": num, "host": place.host}
+        for share in shares_written(place.local_replica, num):
+            meta: dict[str, Any] = {
+                "share": share,
+                "num_shares": num,
+                "host": place.host,
+                "branch": snapshot.version.branch,
+                "writer": self._writer_process,
+                "previous": None if previous is None else astuple(previous),
+            }
             if share == 0:
                 meta["tree"] = snapshot.tree
             tensors = {name: snapshot.tensors[name] for name in dealt[share]}
@@ -144,17 +192,7 @@ class MemoryCopies:
         return sorted(self._complete(), reverse=True)
 
     def _complete(self) -> dict[Version, list[_Found]]:
-        """Per version and host, one file of each share; only those that have all of them."""
-        found: dict[tuple[Version, int, int], dict[int, _Found]] = {}
-        for file in self._files():
-            key = (file.version, file.meta["host"], file.meta["num_shares"])
-            files = found.setdefault(key, {})
-            files.setdefault(file.meta["share"], file)
-        return {
-            version: list(files.values())
-            for (version, _, num), files in sorted(found.items(), key=lambda item: item[0])
-            if len(files) == num
-        }
+        return complete_copies(self._files())
 
     def _files(self) -> Iterator[_Found]:
         for path in sorted(self.directory.iterdir()):
@@ -197,6 +235,21 @@ class MemoryCopies:
         parts = (f.meta["sums"] for f in self._files() if f.version == version and "sums" in f.meta)
         return {part["replica"]: part["of"] for part in parts}
 
+    def previous(self, version: Version) -> Version | None:
+        """The copy before one that is here completely, or the state its generation began with."""
+        before = self._complete()[version][0].meta["previous"]
+        return None if before is None else Version(*before)
+
+    def generations(self) -> set[int]:
+        """Generations of which anything is here, complete or not."""
+        found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
+        return {int(name[1]) for name in found if name is not None}
+
+    def writers(self) -> set[Writer]:
+        """Processes that have written what is here, and that live."""
+        found = {Writer(*file.meta["writer"]) for file in self._files()}
+        return {writer for writer in found if not process_gone(*writer)}
+
     def owners(self, version: Version) -> set[int]:
         """The replicas of this host whose own state of this version is here."""
         files = (file for file in self._files() if file.version == version)
@@ -214,18 +267,26 @@ class MemoryCopies:
 
     # Forgetting ----------------------------------------------------------------------------
 
-    def forget(self, before: int | None = None) -> None:
+    def forget(self, before: int | None = None, *, but: Version | None = None) -> None:
         """Removes files of generations before this one, or all of them.
 
         Only what this module wrote is touched.
+
+        Args:
+            before: The first generation that stays; None removes all.
+            but: A state that stays all the same.
         """
+        staying = set()
+        if but is not None:
+            staying = {file.path.name for file in self._files() if file.version == but}
         try:
             present = list(self.directory.iterdir())
         except FileNotFoundError:
             present = []  # Another replica of the host was first.
         for path in present:
             name = _NAME.fullmatch(path.name)
-            if name is not None and (before is None or int(name[1]) < before):
+            earlier = name is not None and (before is None or int(name[1]) < before)
+            if earlier and path.name not in staying:
                 path.unlink(missing_ok=True)
         if before is None:
             self.close()
@@ -300,6 +361,11 @@ class _Writer:
     def _open(self, size: int) -> None:
         # A new file: readers of the old one keep what they have, and disk full shows here and not
         # as a bus error when the memory is touched.
+        present = _read_meta(self.path)
+        if present is not None:
+            writer = Writer(*present.meta["writer"])
+            if writer.pid != os.getpid() and not process_gone(*writer):
+                raise RuntimeError(in_use(self.path.parent, writer))
         self.path.unlink(missing_ok=True)
         taken = _taken(self.path.parent)
         total = capacity(self.path.parent)
@@ -326,6 +392,15 @@ class _Writer:
         # The memory is unmapped when the last view of it goes.
         self._views = {}
         self._memory = None
+
+
+def in_use(directory: Path, writer: Writer) -> str:
+    """Why this process cannot keep its state in a directory, where another job's process does."""
+    return (
+        f"process {writer.pid} of another job is alive and keeps its state in {directory}, where "
+        f"this job (process {os.getpid()}) is to keep its own: two jobs cannot have one id. Start "
+        "this one with another --rdzv-id or --memory-dir, or stop the other one"
+    )
 
 
 def _taken(directory: Path) -> int:
@@ -375,7 +450,14 @@ def _read_meta(path: Path) -> _Found | None:
     meta = json.loads(text)
     if meta["format"] != FORMAT:
         return None
-    return _Found(path, Version(generation, step, epoch), meta)
+    return _Found(
+        path=path,
+        version=Version(generation, step, epoch, meta["branch"]),
+        host=meta["host"],
+        share=meta["share"],
+        num_shares=meta["num_shares"],
+        meta=meta,
+    )
 
 
 def _read_tensors(file: _Found) -> dict[str, Tensor]:

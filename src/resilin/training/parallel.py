@@ -165,16 +165,12 @@ class AdaptiveDataParallel(nn.Module):
             "scaler": scaler,
         }
         self._registered = [name for name, part in parts.items() if part is not None]
-        self._job.registry.drop_released()
         for name in self._registered:
             self._job.registry.add(name, parts[name])
         self._gate.schedulers.keep_in(self._job.registry, handed_over=scheduler)
 
     def release(self) -> None:
-        """Gives optimizer, scheduler and scaler their own methods back. The model stays usable.
-
-        Their state stays part of the job's until another model takes their place.
-        """
+        """Gives optimizer, scheduler and scaler their own methods back. The model stays usable."""
         for name in self._registered:
             self._job.registry.release(name)
         self._gate.remove()

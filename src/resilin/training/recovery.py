@@ -11,12 +11,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import math
 import os
+import secrets
 import sys
-import threading
 import time
-from collections import deque
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -29,7 +27,8 @@ from resilin.engine.watch import Peer, Watch
 from resilin.training.checkpoint import CheckpointError, Checkpoints
 from resilin.training.checkpoint.commit import Commit
 from resilin.training.job import Job, Stamp
-from resilin.training.memory import MemoryCopies, Place
+from resilin.training.keeper import Keeper
+from resilin.training.memory import MemoryCopies, Writer, in_use
 from resilin.training.protection import Protection, memory_directory
 from resilin.training.registry import add_up, gathered, of_replica
 from resilin.training.restore import newest_state
@@ -37,8 +36,11 @@ from resilin.training.snapshot import Snapshot, Version
 
 logger = logging.getLogger("resilin")
 
-MEMORY_BUDGET = 0.05
-"""Part of the training time that memory copies may take when their interval is `auto`."""
+PATIENCE = 30.0
+"""Seconds in which other processes that write to this job's memory have to be gone.
+
+As long as an agent gives its workers to end. After it they are taken for those of another job.
+"""
 
 
 class Recovery:
@@ -55,23 +57,18 @@ class Recovery:
             )
         directory = memory_directory(self._engine, protection)
         self._memory = None if directory is None else MemoryCopies(directory)
-        self._memory_lock = threading.Lock()
-        every = protection.memory_every
-        self._interval = 1 if every == "auto" else (every or 0)
+        self._keeper = Keeper(self._memory, protection.memory_every, self._engine, job.registry)
+        self._branch = 0
         self.resumed: Version | None = None
         """The state that the job went on from; None if it began anew."""
         self.resumed_from = ""
         """The same in words; empty if it began anew."""
         self._seen: Version | None = None
-        self._kept: Version | None = None
         self._saved: Version | None = None
         self._save_step = 0
         self._save_time = time.monotonic()
-        self._keep_seconds = 0.0
-        self._keep_times: deque[float] = deque(maxlen=3)
         self._boundary_time = time.monotonic()
         self._step_seconds = 0.0
-        self._forgot = False
         self._counted: tuple[float, ...] = ()
         self._watch: Watch | None = None
         self._storage_group: dist.ProcessGroup | None = None
@@ -94,25 +91,26 @@ class Recovery:
         began = time.monotonic()
         # Made here, in the same order on all replicas; a thread must not be the first to ask.
         self._storage_group = engine.group("storage")
-        snapshot, source = newest_state(engine, self._memory, self._checkpoints)
+        self._begin_branch()
+        snapshot, source, generation = newest_state(engine, self._memory, self._checkpoints)
+        # What the job does from here on is newer than whatever it has left before.
+        engine.generation = max(engine.generation, generation)
         if snapshot is not None and snapshot.version.step < self._job.clock.steps:
-            # The checkpoint of another framework has brought the job further already. What it does
-            # from there on is newer than this.
-            engine.generation = max(engine.generation, snapshot.version.generation + 1)
+            # The checkpoint of another framework has brought the job further already.
             snapshot = None
         if snapshot is not None:
             mine = of_replica(snapshot, engine.replica, engine.num_replicas)
             self._job.registry.restore(mine, first_replica=engine.replica == 0)
             self.resumed = snapshot.version
             self.resumed_from = f"step {snapshot.version.step} ({source})"
-            engine.generation = snapshot.version.generation + 1
+            self._keeper.resumed = snapshot.version
         self._seen = self._version()
         self._save_step, self._save_time = self._seen.step, time.monotonic()
         if snapshot is not None and source == "checkpoint":
             self._saved = snapshot.version
         elif snapshot is None or not self._on_all_hosts(snapshot.version):
             # What was read on this very host, or on storage, is not written again.
-            self._keep()
+            self._keeper.keep(self._version())
         self.listen()
         if engine.replica == 0:
             many = engine.num_replicas > 1
@@ -130,6 +128,24 @@ class Recovery:
                     time.monotonic() - began,
                 )
         self._boundary_time = time.monotonic()
+
+    def _begin_branch(self) -> None:
+        """Draws this start's number, and refuses to mix with a job that is alive. Collective.
+
+        Raises:
+            RuntimeError: A process that is none of this job's writes to the same directory.
+        """
+        everyone = self._engine.gather((Writer.here(), secrets.randbits(62)))
+        self._branch = everyone[0][1]
+        if self._memory is None:
+            return
+        ours = {writer for writer, _ in everyone}
+        deadline = time.monotonic() + PATIENCE
+        while others := self._memory.writers() - ours:
+            # Workers of this job that their agent has not ended yet, or that notice that it died.
+            if time.monotonic() > deadline:
+                raise RuntimeError(in_use(self._memory.directory, min(others)))
+            time.sleep(0.1)
 
     def _on_all_hosts(self, version: Version) -> bool:
         """Whether every host has a complete copy of a state in its memory. Collective."""
@@ -160,7 +176,7 @@ class Recovery:
         """
         steps = self._job.clock.steps + ahead
         stop, save = float(self._engine.stop.asked), float(self._save_is_due(steps))
-        return stop, save, self._keep_seconds, self._step_seconds
+        return stop, save, self._step_seconds, *self._keeper.votes()
 
     def counted(self, votes: tuple[float, ...]) -> None:
         """What all replicas have said in the ballot of the step that ends now."""
@@ -191,62 +207,27 @@ class Recovery:
         self._settle(self._version(), tuple(map(sum, zip(*everyone, strict=True))))
 
     def _version(self) -> Version:
-        return Version(self._engine.generation, self._job.clock.steps, self._job.epoch)
+        engine, job = self._engine, self._job
+        return Version(engine.generation, job.clock.steps, job.epoch, self._branch)
 
     def _settle(self, version: Version, votes: tuple[float, ...]) -> None:
         self._seen = version
         now = time.monotonic()
         self._step_seconds = now - self._boundary_time
-        stop, save, keep_seconds, step_seconds = votes or (0.0, 0.0, 0.0, 0.0)
+        stop, save, step_seconds, keep_seconds, failed = votes or (0.0, 0.0, 0.0, 0.0, 1.0)
         if not self._engine.all_committed():
             return
         self._job.registry.warn_of_unclaimed()
         if self._checkpoints is not None and self._checkpoints.is_done:
             self._end_save()
-        if self._protection.memory_every == "auto" and step_seconds > 0:
-            wanted = keep_seconds / step_seconds / MEMORY_BUDGET
-            self._interval = max(1, math.ceil(wanted))
-        if stop or (self._interval and version.step % self._interval == 0):
-            self._keep()
+        self._keeper.counted(keep_seconds, step_seconds, failed)
+        if self._keeper.is_due(version.step, stopping=bool(stop)):
+            self._keeper.keep(version)
         if stop:
             self._stop()
         if save:
             self._begin_save()
         self._boundary_time = time.monotonic()
-
-    def _keep(self) -> None:
-        if self._memory is None or not self._interval:
-            return
-        engine, began = self._engine, time.monotonic()
-        version = self._version()
-        if version == self._kept:
-            return
-        place = Place(engine.host, engine.local_replica, engine.num_local_replicas, engine.replica)
-        with self._memory_lock:
-            try:
-                registry = self._job.registry
-                self._memory.keep(
-                    registry.take(version),
-                    registry.take_sums(version.epoch),
-                    place,
-                    registry.take_own(),
-                )
-            except OSError as error:
-                # Training goes on without; the checkpoint is still there.
-                logger.warning("no more memory copies in %s: %s", self._memory.directory, error)
-                self._memory.close()
-                self._interval = 0
-                return
-        if self._kept is not None and not self._forgot and engine.local_replica == 0:
-            # A step has been made since the first copy of this generation, so all replicas of
-            # the host have theirs, and those of earlier generations are not needed.
-            self._memory.forget(before=engine.generation)
-            self._forgot = True
-        if self._kept is not None:
-            # Not the first one, which has to find its memory, and not one that was held up.
-            self._keep_times.append(time.monotonic() - began)
-            self._keep_seconds = min(self._keep_times)
-        self._kept = version
 
     # Checkpoints ---------------------------------------------------------------------------
 
@@ -335,7 +316,7 @@ class Recovery:
     def _abandon(self, reason: str, late: bool) -> None:
         """Ends this process from the watching thread: its main thread is stuck, or unsupervised."""
         # Whoever copies into memory right now completes it first.
-        self._memory_lock.acquire(timeout=10)
+        self._keeper.lock.acquire(timeout=10)
         logger.warning("replica %d ends: %s", self._engine.replica, reason)
         try:
             if late and self._engine.replica == 0:

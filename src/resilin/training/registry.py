@@ -121,6 +121,11 @@ class Registry:
             ValueError: The name is taken or malformed, or the thing has no state to give.
         """
         _check(name, thing)
+        if name == MODEL:
+            # Another model, which may have fewer parts, takes the place of what was released.
+            for each in self._released:
+                del self._shared[each]
+            self._released.clear()
         present = self._shared.get(name)
         if present is not None and present is not thing and name not in self._released:
             raise ValueError(f"{name!r} is registered already, for a {type(present).__name__}")
@@ -150,15 +155,12 @@ class Registry:
                 self._claimed(each)
 
     def release(self, name: str) -> None:
-        """Gives a name free for another thing; until there is one, the state stays that of this."""
+        """Gives a name free for another thing; until there is one, the state stays that of this.
+
+        Another model takes the place of all that was released.
+        """
         if name in self._shared:
             self._released.add(name)
-
-    def drop_released(self) -> None:
-        """Forgets what was released: another model, which may have fewer parts, takes its place."""
-        for name in self._released:
-            del self._shared[name]
-        self._released.clear()
 
     def add_own(self, name: str, thing: Own) -> None:
         """Registers something that each replica has its own state of.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from resilin.core.recovery import Held, candidates, next_generation
 from resilin.engine.base import Engine
 from resilin.training.checkpoint import Checkpoints
 from resilin.training.memory import MemoryCopies
@@ -26,73 +27,99 @@ class Content(NamedTuple):
 
     num_replicas: int
     """How many replicas the job had when they wrote it."""
+    previous: Version | None
+    """The copy before it."""
     sums: Mapping[int, Mapping[str, Json]]
     """What replicas have added to sums, by replica."""
     owners: set[int]
     """Replicas whose own state is there."""
 
+    def held(self, version: Version, num_replicas: int) -> Held:
+        """The same as the record that decides which state wins.
 
-class Candidate(NamedTuple):
-    """A state that memory has."""
+        Args:
+            version: Which state it is.
+            num_replicas: Replicas there are now. What each had of its own counts only if there are
+                as many as before, to get it back.
+        """
+        own = self.owners if num_replicas == self.num_replicas else set()
+        parts = {each: bool(sums) or each in own for each, sums in self.sums.items()}
+        return Held(
+            version=version,
+            num_replicas=self.num_replicas,
+            previous=self.previous,
+            parts=parts,
+        )
 
-    version: Version
-    """Which one."""
-    sums: dict[str, Json]
-    """Sums over the replicas whose parts are there."""
-    has_all_sums: bool
-    """Whether no part of them is missing."""
-    has_all_own: bool
-    """Whether each replica gets back what it had of its own, if there is such a thing."""
+
+class Newest(NamedTuple):
+    """What a search has found."""
+
+    snapshot: Snapshot | None
+    """The newest state; None if there is none."""
+    source: str
+    """Where it was: `memory`, `checkpoint`, or nothing."""
+    generation: int
+    """Number of the generation that begins now: none that left anything has it."""
 
 
 def newest_state(
     engine: Engine, memory: MemoryCopies | None, checkpoints: Checkpoints | None
-) -> tuple[Snapshot | None, str]:
-    """The newest state that any replica can find, and where it was. Collective.
+) -> Newest:
+    """Finds the newest state that any replica can find. Collective.
 
     Raises:
         CheckpointError: There are checkpoints, and none can be read.
         ValueError: One was written by a newer resilin.
     """
     here: dict[Version, Content] = {}
+    seen: set[int] = set()
     if memory is not None:
+        seen = memory.generations()
         here = {
-            v: Content(memory.num_replicas(v), memory.sums(v), memory.owners(v))
+            v: Content(memory.num_replicas(v), memory.previous(v), memory.sums(v), memory.owners(v))
             for v in memory.versions()
         }
     saved: list[Version] = []
     if checkpoints is not None and engine.replica == 0:
-        saved = [commit.version for commit in checkpoints.commits()[:1]]
-    everyone = engine.gather((here, saved))
-    saved = everyone[0][1]
-    found: dict[Version, list[Content]] = {}
-    for contents, _ in everyone:
-        for version, content in contents.items():
-            if not saved or version >= saved[0]:
-                found.setdefault(version, []).append(content)
-    for candidate in candidates(found, engine.num_replicas):
+        saved = [commit.version for commit in checkpoints.commits()]
+    everyone = engine.gather((here, seen, saved))
+    saved = everyone[0][2]
+    visible = {each for _, generations, _ in everyone for each in generations}
+    generation = next_generation([*saved, *(Version(each, 0) for each in visible)])
+    contents = [contents for contents, _, _ in everyone]
+    held = [c.held(v, engine.num_replicas) for each in contents for v, c in each.items()]
+    for candidate in candidates(held, saved):
+        if candidate.source == "checkpoint":
+            break
         snapshot = _from_memory(engine, memory, candidate.version)
         if snapshot is None:
             continue
-        if not candidate.has_all_sums and engine.replica == 0:
-            logger.warning(
-                "Accumulators go on without what was added on hosts that are gone, since the last "
-                "checkpoint"
-            )
-        snapshot.tree.update(candidate.sums)
-        owners = [c[snapshot.version].owners if snapshot.version in c else () for c, _ in everyone]
-        return _with_own(engine, memory, snapshot, owners), "memory"
+        found = [each.get(candidate.version) for each in contents]
+        _add_sums(snapshot, [content for content in found if content is not None], engine.replica)
+        _add_own(engine, memory, snapshot, [() if c is None else c.owners for c in found])
+        return Newest(snapshot, "memory", generation)
     if checkpoints is None:
-        return None, ""
-    return checkpoints.newest(engine.group("control")), "checkpoint"
+        return Newest(None, "", generation)
+    return Newest(checkpoints.newest(engine.group("control")), "checkpoint", generation)
 
 
-def _with_own(
+def _add_sums(snapshot: Snapshot, found: Sequence[Content], replica: int) -> None:
+    parts = {each: sums for content in found for each, sums in content.sums.items()}
+    if len(parts) < found[0].num_replicas and any(parts.values()) and replica == 0:
+        logger.warning(
+            "Accumulators go on without what was added on hosts that are gone, since the last "
+            "checkpoint"
+        )
+    snapshot.tree.update(add_up([parts[each] for each in sorted(parts)]))
+
+
+def _add_own(
     engine: Engine,
     memory: MemoryCopies | None,
     snapshot: Snapshot,
     owners: Sequence[Collection[int]],
-) -> Snapshot:
+) -> None:
     """Adds what each replica has of its own, from all hosts that have it. Collective.
 
     Args:
@@ -109,38 +136,6 @@ def _with_own(
     own = gathered({i: each for part in engine.gather(here) for i, each in part.items()})
     snapshot.tree.update(own.tree)
     snapshot.tensors.update(own.tensors)
-    return snapshot
-
-
-def candidates(found: Mapping[Version, list[Content]], num_replicas: int) -> list[Candidate]:
-    """States in memory in the order in which to try them.
-
-    A replica that dies within a step leaves the others one ahead of it: the state of all is theirs,
-    but its own part of the sums is that of the step before. So where there are sums, the state
-    before the newest is preferred if only that one has all parts of them. The same holds for what
-    each replica has of its own, if there are as many replicas as before to get it back.
-    """
-    tried = []
-    for version in sorted(found, reverse=True):
-        contents = found[version]
-        before = contents[0].num_replicas
-        parts = {replica: part for each in contents for replica, part in each.sums.items()}
-        owners = set().union(*(each.owners for each in contents))
-        tried.append(
-            Candidate(
-                version,
-                add_up([parts[replica] for replica in sorted(parts)]),
-                has_all_sums=len(parts) == before or not any(parts.values()),
-                has_all_own=not owners or before != num_replicas or len(owners) == before,
-            )
-        )
-    # Of the same generation only: an earlier one may have been left behind on a host long ago.
-    latest = max(found, default=Version(0, 0)).generation
-    return sorted(
-        tried,
-        key=lambda it: it.has_all_sums and it.has_all_own and it.version.generation == latest,
-        reverse=True,
-    )
 
 
 def _from_memory(engine: Engine, memory: MemoryCopies | None, version: Version) -> Snapshot | None:

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from resilin.core.recovery import Version as Version
+
 Json = Any
 """What `json.dumps` takes: None, bool, int, float, str, and lists and dicts of them."""
 
@@ -27,21 +29,6 @@ _KIND = "$"
 """The one key of a JSON object that stands for something JSON has no form for."""
 _MAPPINGS: dict[str, type[Any]] = {"ordered": OrderedDict, "counter": Counter}
 _SEQUENCES: dict[str, type[Any]] = {"tuple": tuple, "set": set, "deque": deque, "size": torch.Size}
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Version:
-    """Which state of the job it is; the later one of two is the one to go on from."""
-
-    generation: int
-    """The generation that reached it. A later one goes on from what the earlier ones left."""
-    step: int
-    """Optimizer steps committed."""
-    epoch: int = 0
-    """Epochs of the user's loop that are done: what happens between two epochs makes no step."""
-
-    def __str__(self) -> str:
-        return f"step {self.step} of generation {self.generation}"
 
 
 @dataclass(frozen=True, slots=True)
