@@ -5,7 +5,7 @@
 A history is a job with one to three hosts, up to three replicas on each, one to five faults: killed
 replicas, torn copies, lost hosts, hosts that come back, slow and damaged checkpoints, a memory file
 system without room, a stop in order. What is kept and which state wins is decided by
-`resilin.core.recovery` and `resilin.core.position`, which the live job runs as well; see
+`resilin.core.recovery` and `resilin.core.passes`, which the live job runs as well; see
 `tests/protocol/simulator.py`. Figures: violations, time per history (CPU time of one process), and
 how many deliberately broken rules were caught.
 """

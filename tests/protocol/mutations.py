@@ -6,37 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 from resilin.core import recovery
-from resilin.core.position import DataPosition
+from resilin.core.passes import PassCount
 from resilin.core.recovery import Candidate
 from tests.protocol.simulator import Rules
 
 
-class _ForgetsPasses(DataPosition):
-    __slots__ = ()
-
-    def is_done(self, num_begun: int) -> bool:
-        return False
+def _keeps_passes(passes: PassCount, epoch: int) -> PassCount:
+    """Passes of the last epoch count in the next."""
+    return replace(passes, epoch=epoch).begin(epoch, {})
 
 
-class _SkipsAll(DataPosition):
-    __slots__ = ()
-
-    def is_done(self, num_begun: int) -> bool:
-        return self.passes > 0
-
-
-class _KeepsPasses(DataPosition):
-    __slots__ = ()
-
-    def enter(self, epoch: int) -> DataPosition:
-        return replace(self, epoch=epoch)
-
-
-class _CommitsLate(DataPosition):
-    __slots__ = ()
-
-    def commit(self, stop: int) -> DataPosition:
-        return replace(self, cursor=stop if stop % 2 else max(self.cursor, stop - 1))
+def _skips_all(passes: PassCount, epoch: int) -> PassCount:
+    begun = passes.begin(epoch, {})
+    return replace(begun, left_out=begun.left_out or begun.complete > 0)
 
 
 def _without_neighbour(local_replica: int, num_local_replicas: int) -> tuple[int, ...]:
@@ -105,8 +87,9 @@ MUTATIONS: dict[str, Rules] = {
         is_kept=lambda step, interval, *, stopping: interval > 0 and step % (2 * interval) == 0
     ),
     "a state holds what is registered so far": Rules(kept_parts=lambda names, _: set(names)),
-    "passes that are done are run again": Rules(position=_ForgetsPasses),
-    "all passes of an epoch are skipped if one is done": Rules(position=_SkipsAll),
-    "passes of the last epoch count for the next": Rules(position=_KeepsPasses),
-    "the cursor lags": Rules(position=_CommitsLate),
+    "complete passes are made again": Rules(resume_passes=lambda state, cursor: PassCount()),
+    "all passes of an epoch are left out if one is complete": Rules(begin_pass=_skips_all),
+    "passes of the last epoch count for the next": Rules(begin_pass=_keeps_passes),
+    "a pass that ends is not counted": Rules(end_pass=lambda passes: passes),
+    "the cursor lags": Rules(commit=lambda cursor, stop: max(cursor, stop - 1)),
 }

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from resilin.core import recovery
-from resilin.core.position import DataPosition
+from resilin.core.passes import PassCount
 from resilin.core.recovery import CopyFile, Held, Version
 
 
@@ -45,7 +45,12 @@ class Rules:
     complete_copies: Callable[..., Any] = recovery.complete_copies
     candidates: Callable[..., Any] = recovery.candidates
     kept_parts: Callable[..., set[str]] = recovery.kept_parts
-    position: type[DataPosition] = DataPosition
+    begin_pass: Callable[[PassCount, int], PassCount] = lambda passes, epoch: passes.begin(
+        epoch, {}
+    )
+    end_pass: Callable[[PassCount], PassCount] = lambda passes: passes.end({}, {})
+    resume_passes: Callable[..., PassCount] = PassCount.from_state
+    commit: Callable[[int, int], int] = lambda cursor, stop: stop
     draw_branch: Callable[[random.Random], int] = lambda rng: rng.getrandbits(63)
 
 
@@ -54,7 +59,8 @@ class State(NamedTuple):
 
     step: int
     epoch: int
-    position: DataPosition
+    cursor: int
+    passes: PassCount
     trained: Any
     """All spans of positions that were trained on, as a linked list: (earlier, start, stop)."""
 
@@ -211,7 +217,7 @@ class Generation:
             for number, (index, num) in enumerate(self.members)
             for local in range(num)
         ]
-        self.state = State(0, 0, self.rules.position(), None)
+        self.state = State(0, 0, 0, PassCount(), None)
         self.own = [Own(0, 0)] * len(self.replicas)
         self.number = 0
         self.branch = self.rules.draw_branch(self.rng)
@@ -322,8 +328,8 @@ class Generation:
             own = parts[chosen.version]
             num = len(own)
         total = sum(part.total for part in own.values())
-        if self.setting.own_state and chosen.whole and total != self.state.position.cursor:
-            raise Violation(f"sums over the replicas are {total}, {self.state.position.cursor} due")
+        if self.setting.own_state and chosen.whole and total != self.state.cursor:
+            raise Violation(f"sums over the replicas are {total}, {self.state.cursor} due")
         same = chosen.whole and num == len(self.replicas)
         if same and self.setting.own_state:
             draws = {part.draws for part in own.values()}
@@ -332,7 +338,7 @@ class Generation:
         if not self.setting.own_state:
             return
         # The first replica takes over the whole sum; random numbers go by step at another size.
-        missing = self.state.position.cursor - total
+        missing = self.state.cursor - total
         self.own = [
             Own(total + missing if replica == 0 else 0, self.state.step)
             for replica in range(len(self.replicas))
@@ -376,18 +382,21 @@ class Generation:
     # Training ------------------------------------------------------------------------------
 
     def train(self) -> None:
-        setting, position = self.setting, self.state.position
+        setting, state = self.setting, self.state
         # The loader registers when it is iterated for the first time, and claims its state.
-        if "loader" not in self.unclaimed:
-            self.state = self.state._replace(position=self.rules.position())
+        cursor, passes = 0, PassCount()
+        if "loader" in self.unclaimed:
+            cursor = state.cursor
+            passes = self.rules.resume_passes(state.passes.state(), cursor)
+        self.state = state._replace(cursor=cursor, passes=passes)
         for epoch in range(self.state.epoch, setting.num_epochs):
-            for begun in range(setting.passes):
+            for _ in range(setting.passes):
                 self.place()
                 self.registered.add("loader")
                 self.unclaimed.discard("loader")
-                position = self.state.position.enter(epoch)
-                self.state = self.state._replace(position=position)
-                if position.is_done(begun):
+                passes = self.rules.begin_pass(self.state.passes, epoch)
+                self.state = self.state._replace(passes=passes)
+                if passes.left_out:
                     continue
                 self.one_pass()
             # Evaluation.
@@ -400,13 +409,13 @@ class Generation:
     def one_pass(self) -> None:
         setting = self.setting
         while True:
-            cursor = self.state.position.cursor
+            cursor = self.state.cursor
             left = setting.num_samples - cursor % setting.num_samples
             stop = cursor + min(setting.batch_size, left)
             self.place()
             self.state = self.state._replace(
                 step=self.state.step + 1,
-                position=self.state.position.commit(stop),
+                cursor=self.rules.commit(cursor, stop),
                 trained=(self.state.trained, cursor, stop),
             )
             if setting.own_state:
@@ -417,7 +426,7 @@ class Generation:
                 ]
             last = stop % setting.num_samples == 0
             if last:
-                self.state = self.state._replace(position=self.state.position.end_pass(stop))
+                self.state = self.state._replace(passes=self.rules.end_pass(self.state.passes))
             self.boundary()
             if last:
                 return

@@ -2,7 +2,6 @@
 
 import pytest
 
-from resilin.core.position import DataPosition
 from resilin.core.recovery import (
     CopyFile,
     Held,
@@ -80,10 +79,3 @@ def test_copies_keep_to_their_share_of_the_time(keep, step, interval):
     assert keep_interval(keep, step, 0.05) == interval
     assert steps_at_risk(interval) == interval - 1
     assert steps_at_risk(0) is None
-
-
-def test_passes_that_are_done_are_skipped_and_the_next_one_resumes():
-    position = DataPosition().enter(0).commit(4).end_pass(4).commit(6)
-    assert [position.enter(0).is_done(begun) for begun in range(3)] == [True, False, False]
-    assert not position.enter(1).is_done(0)
-    assert position.enter(1).cursor == 6
