@@ -96,6 +96,7 @@ def ours(
                 last=index == len(batch) - 1,
                 weight=float(len(x)),
                 total_weight=float(total),
+                count=len(x),
                 samples=total,
                 scale=total / LOCAL_BATCH,
                 sample_steps=total / LOCAL_BATCH,

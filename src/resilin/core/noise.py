@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from resilin.core import _validate
+from resilin.core import _exact, _validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class NoiseAverage:
         """
         _validate.real("sqr_norm of the noise sample", sample.sqr_norm)
         _validate.real("trace of the noise sample", sample.trace)
-        keep = math.exp(-(sample.batch_size if elapsed is None else elapsed) / self.horizon)
+        keep = _exact.exp(-(sample.batch_size if elapsed is None else elapsed) / self.horizon)
         return NoiseAverage(
             horizon=self.horizon,
             sqr_norm_sum=keep * self.sqr_norm_sum + sample.batch_size * sample.sqr_norm,

@@ -18,7 +18,7 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Literal, Protocol, runtime_checkable
 
-from resilin.core import _validate
+from resilin.core import _exact, _validate
 from resilin.core.clock import CLOCKS, ClockName
 from resilin.core.noise import Noise, gain
 
@@ -130,11 +130,11 @@ class PowerRule:
     def factors(self, scaling: Scaling) -> Factors:
         """Factors for one parameter group in one step."""
         # S^p * E^q with E = gain / S, written so that the powers of 1 and 0 are exact.
-        lr = scaling.scale ** (self.p - self.q) * scaling.gain**self.q
+        lr = _exact.power(scaling.scale, self.p - self.q) * _exact.power(scaling.gain, self.q)
         return Factors(
             lr=lr,
             beta_power=scaling.advance if self.betas else 1.0,
-            eps=scaling.scale**-0.5 if self.eps else 1.0,
+            eps=_exact.power(scaling.scale, -0.5) if self.eps else 1.0,
             weight_decay=scaling.advance / lr if self.weight_decay else 1.0,
             ema_power=scaling.advance,
         )

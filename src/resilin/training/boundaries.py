@@ -33,6 +33,8 @@ def _step_over(job: Job) -> tuple[Recovery, Recorder]:
     if job.model is not None:
         job.model.body_over()
     assert isinstance(job.recorder, Recorder)
+    if job.model is not None:
+        job.model.close_step()
     job.recorder.step_over()
     return recovery, job.recorder
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from resilin.core import _validate
+from resilin.core.noise import NoiseSample, from_sums
 from resilin.engine import devices
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -29,8 +30,8 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).float() if tensor.dtype in _HALF else tensor.reshape(-1)
 
 
-def _sqr_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Squared norm of each tensor, in float64."""
+def sqr_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Squared norm of each of these tensors, at least one, in float64."""
     flat = [_flat(tensor.detach()) for tensor in tensors]
     if devices.of(flat[0].device).batches_kernels:
         # Two kernels for all of them; on the CPU a dot product each is several times faster.
@@ -52,6 +53,10 @@ class GroupNorms:
             for index, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         }
+        self.update(parameters)
+
+    def update(self, parameters: Iterable[Tensor]) -> None:
+        """Takes over which of the parameters are trained now."""
         trained = [p for p in parameters if p.requires_grad]
         self._one_group = self.num_groups == 1 and all(p in self._group for p in trained)
 
@@ -66,15 +71,32 @@ class GroupNorms:
             flat: All of the gradients as one tensor, if there is one: then it is read in one go.
         """
         if flat is not None and self._one_group:
-            return _sqr_norms([flat])
+            return sqr_norms([flat])
         if not grads:
             return torch.zeros(self.num_groups, dtype=torch.float64)
-        norms = _sqr_norms(grads)
+        norms = sqr_norms(grads)
         if self._one_group:
             return norms.sum().reshape(1)
         groups = [self._group.get(parameter, self.num_groups) for parameter in parameters]
         sums = norms.new_zeros(self.num_groups + 1)
         return sums.index_add_(0, torch.tensor(groups, device=norms.device), norms)[:-1]
+
+
+def noise_samples(
+    weight: float, num: int, terms: Sequence[float], means: Sequence[float]
+) -> tuple[NoiseSample, ...] | None:
+    """Noise per parameter group; None if there is only one gradient."""
+    if num < 2:
+        return None
+    return tuple(
+        from_sums(
+            batch_size=weight,
+            num_micro_batches=num,
+            weighted_sqr_norm=term / weight,
+            mean_sqr_norm=mean,
+        )
+        for term, mean in zip(terms, means, strict=True)
+    )
 
 
 class MeasureSchedule:

@@ -91,6 +91,10 @@ class TrainedModel(Protocol):
         """Forgets the step that is under way, with its gradient; whether it could."""
         ...
 
+    def close_step(self) -> None:
+        """Called when the loop asks for the next step: the last one has to be over."""
+        ...
+
     def release(self) -> None:
         """Gives optimizer, scheduler and scaler their own methods back."""
         ...
@@ -186,6 +190,8 @@ class MicroBatch:
     """Samples (or tokens) by which its gradient counts; 0 if none of them are its own."""
     total_weight: float | None
     """The same over all micro-batches of all replicas; None if only a reduction can tell."""
+    count: int
+    """Samples in it that count."""
     samples: int
     """Samples in the step, over all replicas."""
     scale: float

@@ -392,6 +392,7 @@ class AdaptiveDataLoader(SizedLoader):
         micro_batch = MicroBatch(
             weight=weight,
             total_weight=total if self._batch_weight is None else None,
+            count=count,
             training=current.moves,
             **facts,
         )

@@ -1,4 +1,4 @@
-"""The gate around `optimizer.step` and `optimizer.zero_grad`.
+"""The gate around `optimizer.step` and `zero_grad`, of the optimizer and of the module.
 
 It is the one place where a user's optimizer is touched, and it can be taken off again. While a
 step is still being accumulated, both calls wait: they return without doing anything. When the
@@ -14,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from resilin.core import _validate
+from resilin.core import _exact, _validate
 from resilin.core.rules import Factors
 from resilin.training.scheduler import SchedulerGate
 
@@ -129,6 +130,38 @@ def _tracked(own: Any) -> Any:
     return MethodType(step, own.__self__)
 
 
+_ZERO_GRAD_OWNERS: WeakKeyDictionary[nn.Module, StepOwner] = WeakKeyDictionary()
+"""Who is asked before `zero_grad` of a module; copies of the module are not in it."""
+
+
+def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+    owner = _ZERO_GRAD_OWNERS.get(module)
+    if owner is None or not owner.gradient_waits():
+        type(module).zero_grad(module, set_to_none=set_to_none)
+
+
+# Pickled as the module's own method of that name, so that a gated module can still be saved.
+_zero_grad.__name__ = "zero_grad"
+
+
+class ModuleGate:
+    """Makes `zero_grad` of modules wait as that of the optimizer does, until `remove`."""
+
+    def __init__(self, module: nn.Module, owner: StepOwner) -> None:
+        # A compiled module and the one within it.
+        inner = getattr(module, "_orig_mod", module)
+        self._modules = [module] if inner is module else [module, inner]
+        for gated in self._modules:
+            _ZERO_GRAD_OWNERS[gated] = owner
+            vars(gated)["zero_grad"] = MethodType(_zero_grad, gated)
+
+    def remove(self) -> None:
+        """Gives the modules their own method back."""
+        for gated in self._modules:
+            _ZERO_GRAD_OWNERS.pop(gated, None)
+            vars(gated).pop("zero_grad", None)
+
+
 def gate_of(optimizer: Optimizer) -> Gate | None:
     """The gate that stands before this optimizer, if any."""
     gate: Gate | None = getattr(optimizer, _MARK, None)
@@ -172,7 +205,7 @@ def applied(optimizer: Optimizer, factors: Sequence[Factors]) -> Iterator[None]:
                 group["lr"] = group["lr"] * factor.lr
         if factor.beta_power != 1 and "betas" in group:
             changed["betas"] = group["betas"]
-            group["betas"] = tuple(beta**factor.beta_power for beta in group["betas"])
+            group["betas"] = tuple(_exact.power(b, factor.beta_power) for b in group["betas"])
         if factor.eps != 1 and "eps" in group:
             changed["eps"] = group["eps"]
             group["eps"] = group["eps"] * factor.eps

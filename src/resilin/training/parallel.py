@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import statistics
 import time
@@ -14,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -34,21 +32,20 @@ from resilin.core.rules import (
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
 from resilin.training import steering
 from resilin.training.ballot import Ballot
-from resilin.training.boundaries import begin_step
 from resilin.training.estimates import NoiseEstimates
+from resilin.training.gradient.arguments import check_model
+from resilin.training.gradient.flow import StepFlow
+from resilin.training.gradient.records import Part, StepStart
+from resilin.training.gradient.step import StepGradient
 from resilin.training.gradstats import GroupNorms, MeasureSchedule
-from resilin.training.job import MicroBatch, StepSizes, current_job
-from resilin.training.optimizer import Gate, applied
+from resilin.training.job import StepSizes, current_job
+from resilin.training.optimizer import Gate, ModuleGate, applied
 from resilin.training.reference import ReferenceBatch
-from resilin.training.scaler import ScalerGate, calling_scaler
+from resilin.training.scaler import ScalerGate
 from resilin.training.scheduler import ClockedScheduler
-from resilin.training.step import Part, StepGradient, tensors_in
 
 ScheduleBy = Literal["user", "rule", "samples", "tokens", "progress"]
 """Who steps the scheduler: the user's loop, or a clock (`rule`: the clock of the rule)."""
-
-
-_DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 
 class AdaptiveDataParallel(nn.Module):
@@ -65,7 +62,8 @@ class AdaptiveDataParallel(nn.Module):
     otherwise a call goes straight to the module, with no communication.
 
     Args:
-        model: The module to train. Frozen parameters are fine.
+        model: The module to train. Parameters may be frozen and unfrozen between two steps, on all
+            replicas alike.
         optimizer: Its optimizer; gated until `release()`.
         lr_scheduler: A scheduler of that optimizer, if there is one.
         rule: Name of a scaling rule or a rule of your own; `auto` chooses by the optimizer.
@@ -78,7 +76,8 @@ class AdaptiveDataParallel(nn.Module):
             allows.
         stats_budget: Time for measuring, as a fraction of the step, under `auto`; None takes 0.02.
         tokens_per_step: Tokens in one reference step, for the `tokens` clock.
-        **ddp_kwargs: Passed on to DistributedDataParallel, such as `find_unused_parameters`.
+        **ddp_kwargs: Passed on to DistributedDataParallel, such as `find_unused_parameters`;
+            `static_graph` is refused.
     """
 
     def __init__(
@@ -101,21 +100,7 @@ class AdaptiveDataParallel(nn.Module):
             _validate.whole("batch_size", batch_size, at_least=1)
         if tokens_per_step is not None:
             _validate.real("tokens_per_step", tokens_per_step, above=0)
-        if unknown := set(ddp_kwargs) - set(_DDP_ARGUMENTS):
-            raise TypeError(
-                f"unknown argument {', '.join(sorted(unknown))}: neither AdaptiveDataParallel nor "
-                "DistributedDataParallel takes it"
-            )
-        if current_job().model is not None:
-            raise ValueError(
-                "the job has an AdaptiveDataParallel already, and one is all it can train: call "
-                "release() on it, or resilin.reset_job() to begin another job"
-            )
-        if sharded := [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]:
-            raise ValueError(
-                f"{len(sharded)} parameters are sharded ({sharded[0]} is a DTensor): models under "
-                "fully_shard or tensor parallelism cannot be trained here yet"
-            )
+        check_model(model, ddp_kwargs)
         steered = steering.rule()
         if steered is not None:
             chosen = steered
@@ -140,8 +125,13 @@ class AdaptiveDataParallel(nn.Module):
             self._job.engine,
             self._ballot.cast,
         )
-        self._seen: MicroBatch | None = None
-        self._weight: float | None = None
+        self._flow = StepFlow(
+            self._job,
+            self._gradient,
+            start=self._start,
+            left=lambda: self.end_step(made=False),
+            knows_scaler=scaler is not None,
+        )
         self._factors: tuple[Factors, ...] = (Factors(),) * len(optimizer.param_groups)
         self._gain = 1.0
         self._scale = 1.0
@@ -152,6 +142,7 @@ class AdaptiveDataParallel(nn.Module):
         self._gate = Gate(optimizer, self)
         if self._scheduler is not None:
             self._gate.schedulers.hand_to(self._scheduler)
+        self._module_gate = ModuleGate(model, self)
         self._scaler = None if scaler is None else ScalerGate(scaler, optimizer, self)
         self._job.model = self
         self._register(lr_scheduler, scaler)
@@ -174,6 +165,8 @@ class AdaptiveDataParallel(nn.Module):
         for name in self._registered:
             self._job.registry.release(name)
         self._gate.remove()
+        self._module_gate.remove()
+        self._gradient.release()
         if self._scaler is not None:
             self._scaler.release()
         if self._job.model is self:
@@ -272,7 +265,7 @@ class AdaptiveDataParallel(nn.Module):
         """Calls the module; in training, as the current micro-batch of the step."""
         if not (self.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
-        self._begin(args, kwargs)
+        self._flow.begin(args, kwargs)
         with self._job.measured_forward():
             return self._gradient.forward(*args, **kwargs)
 
@@ -283,11 +276,11 @@ class AdaptiveDataParallel(nn.Module):
         The gradient of the step is then the weighted mean over all micro-batches of all replicas.
         Surround the forward pass with it, on every replica.
         """
-        self._weight = _validate.real("weight", weight, at_least=0)
+        self._flow.weight = _validate.real("weight", weight, at_least=0)
         try:
             yield
         finally:
-            self._weight = None
+            self._flow.weight = None
 
     def measures_next(self) -> bool:
         """Whether noise is measured in the next step, if its gradient comes in several parts."""
@@ -297,83 +290,51 @@ class AdaptiveDataParallel(nn.Module):
         """Whether one replica splits the next step, of this scale, to measure its noise."""
         return self._estimates.due(autoscaled=self._job.autoscaler is not None, split_at=scale)
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        micro = self._job.micro_batch
-        current = self._gradient.part
-        if micro is None:
-            # Any other loader: each batch is a step of its own.
-            if current is None or not self._gradient.pending:
-                begin_step(self._job)
-                part = Part(weight=self._size_of(args, kwargs), last=True, total=None)
-                self._begin_part(part, first=True)
-            return
-        if not micro.training:
-            raise RuntimeError(
-                "the model trains on a batch of an evaluation: when this loop over the loader "
-                "began, model.training was False or gradients were disabled, and now neither is "
-                "so. Call model.train() before the loop that trains, not in it"
-            )
-        if micro is self._seen and current is not None:
-            return
-        self._seen = micro
-        told = self._weight is not None
-        if told and micro.total_weight is None:
-            raise ValueError(
-                f"this micro-batch has two weights: {micro.weight:g} by batch_weight of the "
-                f"loader, and {self._weight:g} by model.weight(); take one of them"
-            )
-        weight = micro.weight
-        if told and weight:
-            weight = self._weight or 0.0
-        total = None if told else micro.total_weight
-        part = Part(weight=weight, last=micro.last, total=total)
-        self._begin_part(part, first=micro.index == 0)
-
-    def _begin_part(self, part: Part, *, first: bool) -> None:
+    def _start(self, part: Part) -> StepStart:
         # The median: an evaluation between two steps is not a long step.
         usual = statistics.median(self._step_seconds) if self._step_seconds else math.inf
         # One micro-batch alone has nothing to be compared with.
         several = self._job.engine.num_replicas > 1 or not part.last
         measure = several and self.measures_next()
-        self._gradient.begin(part, first=first, measure=measure, step_seconds=usual)
-
-    def _size_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        if self._weight is not None:
-            return self._weight
-        first = next((t for t in tensors_in(args, kwargs) if t.dim() > 0), None)
-        if first is None:
-            raise ValueError(
-                "the size of this batch cannot be read from the model's inputs: no tensor with a "
-                "first dimension; say it with `with model.weight(n):`"
-            )
-        return float(first.shape[0])
+        return StepStart(measure=measure, step_seconds=usual, steps=self._job.clock.steps)
 
     # The step ------------------------------------------------------------------------------
 
     def step_waits(self) -> bool:
-        """Asked by the gate: whether `optimizer.step` has to wait for more micro-batches."""
-        part = self._gradient.part
-        if part is None or not self._gradient.pending:
-            raise RuntimeError(
-                "optimizer.step() came without a backward pass through the AdaptiveDataParallel "
-                "model in training mode; is the bare module being called, or model.eval() on?"
-            )
-        if self._scaler is None and calling_scaler():
-            raise RuntimeError(
-                "a GradScaler steps this optimizer, and resilin does not know it: its gradients "
-                "would be unscaled before they are complete; pass it as scaler="
-            )
-        if not part.last:
-            self._gradient.settle()
-        return not part.last
+        """Asked by the gates: whether the optimizer must not step now."""
+        return self._flow.step_waits()
 
-    def gradient_waits(self) -> bool:
-        """Asked by the gate: whether `zero_grad` would destroy a part of the step."""
+    def step_pending(self) -> bool:
+        """Asked by the scaler's gate: whether a gradient is there that was not used yet."""
         return self._gradient.pending
 
+    def gradient_waits(self) -> bool:
+        """Asked by the gates: whether `zero_grad` would destroy a part of the step."""
+        return self._flow.gradient_waits()
+
+    def close_step(self) -> None:
+        """Called when the loop asks for the next step: the last one has to be over."""
+        self._flow.close()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zeroes the gradient; waits, as that of the optimizer does, while it is accumulated."""
+        self.module.zero_grad(set_to_none=set_to_none)
+
+    @contextmanager
+    def change_gradient(self) -> Iterator[bool]:
+        """Allows changes of `.grad` within this block, once the gradient of the step is complete.
+
+        Yields:
+            Whether it is. If not, micro-batches are to come, and `.grad` must be left alone.
+        """
+        with self._gradient.changing():
+            yield self._gradient.complete
+
     def schedule_waits(self) -> bool:
-        """Asked by the gate: whether the loop body works on a step that is incomplete."""
-        micro = self._job.micro_batch
+        """Asked by the gate: whether the loop body works on a step that is incomplete, or left."""
+        micro, result = self._job.micro_batch, self._gradient.result
+        if result is not None and result.skipped:
+            return True
         return micro is not None and not micro.last
 
     def _prepare(self) -> tuple[int, float]:
@@ -382,12 +343,15 @@ class AdaptiveDataParallel(nn.Module):
             return self._prepared
         reduced = self._gradient.conclude()
         micro = self._job.micro_batch
-        samples = micro.samples if micro is not None else round(reduced.weight)
-        scale = micro.scale if micro is not None else samples / self._reference.weight(1.0)
+        samples = reduced.samples
+        scale = samples / self._reference.weight(1.0)
+        if micro is not None:
+            # Less where the loop has left micro-batches out.
+            scale = micro.scale * (samples / micro.samples)
         per_sample = reduced.weight / samples
         reference = self._reference.weight(per_sample)
         self._estimates.take_in(
-            reduced.samples,
+            reduced.noise,
             weight=reduced.weight,
             # The loss scale multiplies gradients; it must not reach the noise.
             gradient_scale=1.0 if self._scaler is None else self._scaler.scale(),
@@ -425,7 +389,7 @@ class AdaptiveDataParallel(nn.Module):
             scale=self._scale,
             gain=self._gain,
             tokens=weight,
-            sample_steps=None if micro is None else micro.sample_steps,
+            sample_steps=None if micro is None else micro.sample_steps * (samples / micro.samples),
         )
         job.last_step = StepSizes(
             samples, 1 if job.loader is None else job.loader.accumulation_steps
@@ -451,19 +415,24 @@ class AdaptiveDataParallel(nn.Module):
         """
         if self._gradient.shared:
             return False
-        self._gradient.drop()
-        self._seen = None
+        self._flow.drop()
         self._prepared = None
         return True
 
-    def end_step(self) -> None:
-        """Makes ready for the next step; the optimizer stepped, or a GradScaler skipped it."""
+    def end_step(self, *, made: bool = True) -> None:
+        """Makes ready for the next step.
+
+        Args:
+            made: False if the loop has left the step; True if the optimizer has stepped, or a
+                GradScaler has skipped it.
+        """
         now = time.perf_counter()
-        self._estimates.schedule.committed(measured=self._gradient.measure)
+        self._flow.ended()
+        self._estimates.schedule.committed(measured=made and self._gradient.measure)
         self._step_seconds.append(now - self._committed_at)
         self._committed_at = now
         self._ballot.count(self._gradient.votes())
-        self._gradient.reset()
+        self._gradient.end()
         self._prepared = None
 
     # Clipping ------------------------------------------------------------------------------
@@ -484,10 +453,11 @@ class AdaptiveDataParallel(nn.Module):
         Returns:
             The norm before clipping, or None while micro-batches of the step are to come.
         """
-        if self._gradient.part is None or not self._gradient.pending:
+        if not self._flow.has_begun():
             raise RuntimeError("clip_grad_norm_() came before the backward pass of the step")
-        if not self._gradient.part.last:
+        if self.step_waits():
             return None
         self._prepare()
         threshold = clip_threshold(max_norm, self._gain, policy)
-        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), threshold, norm_type)
+        with self.change_gradient():
+            return torch.nn.utils.clip_grad_norm_(self.module.parameters(), threshold, norm_type)

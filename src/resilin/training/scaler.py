@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Protocol
 
@@ -36,8 +37,12 @@ class ScaledOwner(Protocol):
         """Whether the step is still being accumulated."""
         ...
 
-    def gradient_waits(self) -> bool:
+    def step_pending(self) -> bool:
         """Whether a gradient is there that was not used yet."""
+        ...
+
+    def change_gradient(self) -> AbstractContextManager[bool]:
+        """Surrounds changes of the gradient."""
         ...
 
     def end_step(self) -> None:
@@ -58,8 +63,11 @@ class ScalerGate:
         waited = False
 
         def unscale_(target: Optimizer) -> None:
-            if target is not optimizer or not owner.step_waits():
+            if target is not optimizer:
                 own["unscale_"](target)
+            elif not owner.step_waits():
+                with owner.change_gradient():
+                    own["unscale_"](target)
 
         def step(target: Optimizer, *args: Any, **kwargs: Any) -> Any:
             nonlocal waited
@@ -69,7 +77,7 @@ class ScalerGate:
             if waited:
                 return None
             result = own["step"](target, *args, **kwargs)
-            if owner.gradient_waits():
+            if owner.step_pending():
                 # The gradient was not finite: the optimizer was never called. The samples are
                 # used up, but neither clock nor noise count them.
                 owner.end_step()

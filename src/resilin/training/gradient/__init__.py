@@ -1,0 +1,1 @@
+"""Micro-batches in, the exact mean gradient of the global batch and its norms out."""

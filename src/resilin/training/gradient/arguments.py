@@ -1,0 +1,37 @@
+"""What can be trained, and with which arguments of DDP."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from resilin.training.job import current_job
+
+_DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
+
+
+def check_model(model: nn.Module, ddp_kwargs: dict[str, Any]) -> None:
+    """Refuses what cannot be trained."""
+    if unknown := set(ddp_kwargs) - set(_DDP_ARGUMENTS):
+        raise TypeError(
+            f"unknown argument {', '.join(sorted(unknown))}: neither AdaptiveDataParallel nor "
+            "DistributedDataParallel takes it"
+        )
+    if current_job().model is not None:
+        raise ValueError(
+            "the job has an AdaptiveDataParallel already, and one is all it can train: call "
+            "release() on it, or resilin.reset_job() to begin another job"
+        )
+    if sharded := [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]:
+        raise ValueError(
+            f"{len(sharded)} parameters are sharded ({sharded[0]} is a DTensor): models under "
+            "fully_shard or tensor parallelism cannot be trained here yet"
+        )
+    if ddp_kwargs.get("static_graph"):
+        raise ValueError(
+            "static_graph (True) must be False: DDP then expects each backward pass to be like the "
+            "first one, and the micro-batches of a step that is accumulated do not reduce alike"
+        )

@@ -1,0 +1,189 @@
+"""What a loop may do when: micro-batches that begin, wait, are left out, or left altogether."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from resilin.training.boundaries import begin_step
+from resilin.training.gradient import refusals
+from resilin.training.gradient.records import Part, StepStart
+from resilin.training.gradient.step import StepGradient
+from resilin.training.gradient.tensors import tensors_in
+from resilin.training.job import Job, MicroBatch
+from resilin.training.scaler import calling_scaler
+
+
+class StepFlow:
+    """Follows the calls of a user's loop through one step after another.
+
+    Args:
+        job: The job; its loader says which micro-batch is at hand.
+        gradient: The gradient of the step.
+        start: Tells what is known of a step when it begins with this micro-batch.
+        left: Called when the loop has left a step: it is over, and was not made.
+        knows_scaler: Whether the user has handed over a GradScaler.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        gradient: StepGradient,
+        *,
+        start: Callable[[Part], StepStart],
+        left: Callable[[], None],
+        knows_scaler: bool,
+    ) -> None:
+        self._job = job
+        self._gradient = gradient
+        self._start = start
+        self._left = left
+        self._knows_scaler = knows_scaler
+        self._seen: MicroBatch | None = None
+        self._over: MicroBatch | None = None
+        self.weight: float | None = None
+        """Weight of the micro-batch at hand, if the user says it."""
+
+    # Beginning -----------------------------------------------------------------------------
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called before each forward pass in training."""
+        gradient, micro = self._gradient, self._job.micro_batch
+        if micro is not None:
+            if not micro.training:
+                raise RuntimeError(refusals.EVALUATION)
+            self._enter(micro)
+            return
+        # Any other loader: each batch is a step of its own.
+        weight = self._size_of(args, kwargs)
+        if gradient.part is not None and not gradient.trained:
+            gradient.add_call(weight)
+        elif gradient.part is None or gradient.result is not None:
+            begin_step(self._job)
+            part = Part(weight=weight, samples=round(weight), last=True, total=None)
+            gradient.begin(part, self._start(part))
+
+    def _enter(self, micro: MicroBatch) -> None:
+        """Begins the micro-batch that the loader has handed out, if it is a new one."""
+        gradient = self._gradient
+        if micro is self._seen and gradient.part is not None:
+            return
+        told = self.weight
+        if told is not None and micro.total_weight is None:
+            raise ValueError(
+                f"this micro-batch has two weights: {micro.weight:g} by batch_weight of the "
+                f"loader, and {told:g} by model.weight(); take one of them"
+            )
+        weight = told if told is not None and micro.weight else micro.weight
+        total = micro.total_weight if told is None else None
+        part = Part(weight=weight, samples=micro.count, last=micro.last, total=total)
+        # Where the loop has left out the first micro-batch, the step begins with another one.
+        first = gradient.part is None or micro.index == 0
+        gradient.begin(part, self._start(part) if first else None)
+        self._seen = micro
+
+    def _size_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        if self.weight is not None:
+            return self.weight
+        first = next((t for t in tensors_in(args, kwargs) if t.dim() > 0), None)
+        if first is None:
+            raise ValueError(
+                "the size of this batch cannot be read from the model's inputs: no tensor with a "
+                "first dimension; say it with `with model.weight(n):`"
+            )
+        return float(first.shape[0])
+
+    # Waiting -------------------------------------------------------------------------------
+
+    def has_begun(self) -> bool:
+        """Whether the step has a gradient, or may have one without more of this replica."""
+        gradient = self._gradient
+        if gradient.pending or gradient.part is None:
+            return gradient.pending
+        # Nothing was trained so far, but micro-batches or other replicas have it to come.
+        elsewhere = not gradient.part.last or self._job.engine.num_replicas > 1
+        return elsewhere and not gradient.returned
+
+    def step_waits(self) -> bool:
+        """Whether `optimizer.step` must not step now.
+
+        More micro-batches of the step are to come, or a replica has left the step.
+
+        Raises:
+            RuntimeError: There is no gradient, or it was changed.
+        """
+        gradient, micro = self._gradient, self._job.micro_batch
+        if gradient.result is not None and gradient.result.skipped:
+            return True
+        left_out = micro is not None and micro.training and micro is not self._seen
+        if left_out and micro is not None and gradient.part is not None:
+            # Left out before its forward pass.
+            self._enter(micro)
+        if gradient.part is None or not self.has_begun():
+            raise RuntimeError(refusals.no_backward(gradient.returned))
+        if not self._knows_scaler and calling_scaler():
+            raise RuntimeError(
+                "a GradScaler steps this optimizer, and resilin does not know it: its gradients "
+                "would be unscaled before they are complete; pass it as scaler="
+            )
+        gradient.settle()
+        if gradient.part.last and gradient.result is None:
+            gradient.conclude_without_backward()
+        return not gradient.complete
+
+    def gradient_waits(self) -> bool:
+        """Whether `zero_grad` would destroy a part of the step.
+
+        Once the gradient is complete, `zero_grad` before `optimizer.step` leaves the step.
+        """
+        if self._gradient.complete:
+            self._left()
+        return self._gradient.pending
+
+    # The end -------------------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """Forgets the step that is under way, with its gradient."""
+        self._gradient.drop()
+        self._seen = None
+
+    def ended(self) -> None:
+        """The step is over: made, skipped or left."""
+        self._over = self._job.micro_batch
+
+    def close(self) -> None:
+        """Called when the loop asks for the next step: the last one has to be over.
+
+        A replica that has left its last micro-batch without a backward pass leaves the step, and
+        then no replica makes it. Its samples are used up, and do not count.
+
+        Raises:
+            RuntimeError: The gradient of the last step is complete, and was not used.
+        """
+        gradient, micro = self._gradient, self._job.micro_batch
+        if gradient.complete:
+            raise RuntimeError(refusals.NOT_STEPPED)
+        if gradient.result is not None:
+            warnings.warn(refusals.LEFT_BY_ANOTHER, stacklevel=2)
+            self._left()
+            return
+        replicas = self._job.engine.num_replicas
+        unfinished = (
+            micro is not None and micro.training and micro.last and micro is not self._over
+        )
+        if micro is None or not unfinished or (replicas == 1 and not gradient.pending):
+            if gradient.pending:
+                warnings.warn(refusals.LEFT, stacklevel=2)
+            self.drop()
+            self._over = micro
+            return
+        warnings.warn(
+            f"replica {self._job.engine.replica} of {replicas} left the last micro-batch of a step "
+            "without a backward pass: no replica makes this step, and its samples do not count",
+            stacklevel=2,
+        )
+        if micro is not self._seen:
+            self._enter(micro)
+        gradient.leave()
+        self._left()

@@ -1,0 +1,92 @@
+"""Which parameters a module has, and which of them are trained now."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+
+class Parameters:
+    """All parameters of a module when it was wrapped, and those that require a gradient.
+
+    Freezing and unfreezing between two steps is fine. New parameters are not: neither the
+    optimizer nor the other replicas have them. Registrations are noticed through the hooks of
+    `nn.Module`, so that steps in which nothing is registered cost nothing.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        named = dict(module.named_parameters())
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
+        self.all: list[Tensor] = list(named.values())
+        self.pattern: list[bool] = []
+        """Which of them are trained, as of the last `update`."""
+        self.trained: list[Tensor] = []
+        """Those that are."""
+        self._registered = False
+        self._hooks = [
+            register_module_parameter_registration_hook(self._notice),
+            register_module_module_registration_hook(self._notice),
+        ]
+        self.update()
+
+    def _notice(self, *_: Any) -> None:
+        self._registered = True
+
+    def update(self) -> None:
+        """Takes over which parameters are trained now."""
+        self.pattern = self._now()
+        self.trained = [p for p, trained in zip(self.all, self.pattern, strict=True) if trained]
+
+    def _now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.all]
+
+    def changed(self) -> list[str]:
+        """Names of parameters that were frozen or unfrozen since the last `update`."""
+        now = self._now()
+        if now == self.pattern:
+            return []
+        pairs = zip(self.all, now, self.pattern, strict=True)
+        return [self._names[parameter] for parameter, new, old in pairs if new != old]
+
+    def check(self) -> None:
+        """Refuses parameters that were added or replaced since the module was wrapped.
+
+        Raises:
+            ValueError: There are such parameters; the message names the first one.
+        """
+        if not self._registered:
+            return
+        self._registered = False
+        named = dict(self._module.named_parameters())
+        if added := [name for name, p in named.items() if p not in self._names]:
+            # Look again: the error may be caught, and the parameters removed.
+            self._registered = True
+            raise ValueError(
+                f"{len(added)} parameters were added after the module was wrapped ({added[0]} is "
+                f"the first; there were {len(self.all)}, and now there are {len(named)}): neither "
+                "the optimizer's gate nor the other replicas know them; add parameters before "
+                "AdaptiveDataParallel, or release() it and wrap the module again"
+            )
+
+    @property
+    def signature(self) -> int:
+        """A number below 2**20 that tells patterns apart."""
+        return zlib.crc32(bytes(self.pattern)) & 0xFFFFF
+
+    def describe(self, names: Sequence[str]) -> str:
+        """Words about a change of these parameters."""
+        first = names[0] if names else "none"
+        return f"{len(names)} parameters ({first} is the first)" if len(names) > 1 else first
+
+    def release(self) -> None:
+        """Takes the hooks off."""
+        for hook in self._hooks:
+            hook.remove()

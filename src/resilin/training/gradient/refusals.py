@@ -1,0 +1,71 @@
+"""Sentences with which the gradient of a step refuses what a loop does."""
+
+from __future__ import annotations
+
+NOT_STEPPED = (
+    "the gradient of a step is complete, and another one begins without optimizer.step(): "
+    "accumulation by hand? The loader hands out micro-batches and the model accumulates them; "
+    "call optimizer.step() after each backward pass, which waits where it has to. To leave a step "
+    "on purpose, call optimizer.zero_grad() on all replicas"
+)
+CHANGED = (
+    "the gradient was changed after its backward pass and before optimizer.step(); where a step is "
+    "accumulated that would be in the middle of it, so it is refused everywhere: call "
+    "model.clip_grad_norm_() instead of torch.nn.utils.clip_grad_norm_(), and make other changes "
+    "within `with model.change_gradient() as complete:`"
+)
+CHANGED_BETWEEN = (
+    "the gradient was changed in the middle of an accumulation, before the other micro-batches of "
+    "the step were added; call model.clip_grad_norm_() instead of "
+    "torch.nn.utils.clip_grad_norm_(), and zero_grad() of the optimizer or of the whole model, "
+    "which wait"
+)
+FAILED = (
+    "a backward pass in the middle of a step failed, and a part of its gradient is in .grad; the "
+    "step cannot be completed: let the error end the loop, or surround the loop's body with "
+    "loader.retry_smaller() if memory ran out"
+)
+SECOND = (
+    "a second backward pass came after the gradient of the step was complete; add up the losses of "
+    "a micro-batch and call backward() once"
+)
+STALE = (
+    "a backward pass came for a step that is over: its forward pass belongs to an earlier step; "
+    "run forward and backward within one micro-batch"
+)
+WEIGHTLESS = "the weights of a step's micro-batches add up to 0"
+LEFT = (
+    "a step was begun and left without optimizer.step(); its gradient is dropped, and its samples "
+    "do not count"
+)
+NOT_ZEROED = (
+    "a step begins on the gradient of the step before, which optimizer.zero_grad() has not removed "
+    "since optimizer.step(): it would be added to the new one; call zero_grad() once per step"
+)
+EVALUATION = (
+    "the model trains on a batch of an evaluation: when this loop over the loader began, "
+    "model.training was False or gradients were disabled, and now neither is so. Call "
+    "model.train() before the loop that trains, not in it"
+)
+LEFT_BY_ANOTHER = (
+    "another replica left the last micro-batch of a step without a backward pass: no replica makes "
+    "this step, and its samples do not count"
+)
+
+
+def no_backward(returned: str) -> str:
+    """The refusal of a step without a gradient.
+
+    Args:
+        returned: Type of the model's output, if no tensor in it requires a gradient.
+    """
+    text = (
+        "optimizer.step() came without a backward pass through the AdaptiveDataParallel model in "
+        "training mode; is the bare module being called, or model.eval() on?"
+    )
+    if returned:
+        text += (
+            f" The model returned an object of type {returned}, in which no tensor that requires a "
+            "gradient was found: tensors are looked for in containers and dataclasses"
+        )
+    return text
