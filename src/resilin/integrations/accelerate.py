@@ -210,9 +210,19 @@ def _teach(accelerator: Any) -> None:
             return None
         if math.isinf(max_norm):
             # Only the norm is wanted.
-            return kind.clip_grad_norm_(accelerator, listed, max_norm, norm_type)
+            with trained.change_gradient():
+                return kind.clip_grad_norm_(accelerator, listed, max_norm, norm_type)
         accelerator.unscale_gradients()
         return trained.clip_grad_norm_(max_norm, norm_type)
+
+    def clip_grad_value_(parameters: Any, clip_value: float) -> None:
+        trained = current_job().model
+        listed = list(parameters)
+        if not isinstance(trained, AdaptiveDataParallel) or not _same(listed, trained):
+            kind.clip_grad_value_(accelerator, listed, clip_value)
+        elif completes_step(current_job()):
+            with trained.change_gradient():
+                kind.clip_grad_value_(accelerator, listed, clip_value)
 
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         if num_batches and isinstance(dataloader, ElasticLoader | AdaptiveDataLoader):
@@ -229,6 +239,7 @@ def _teach(accelerator: Any) -> None:
     vars(accelerator).update(
         unwrap_model=unwrap_model,
         clip_grad_norm_=clip_grad_norm_,
+        clip_grad_value_=clip_grad_value_,
         skip_first_batches=skip_first_batches,
         _do_sync=lambda: tell(accelerator),
     )

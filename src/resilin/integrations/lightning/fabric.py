@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NoReturn
 
 from lightning.fabric import Fabric
@@ -114,16 +114,22 @@ class ElasticFabricStrategy(DDPStrategy):
         """Clips the gradient of the step, once it is complete."""
         if isinstance(module, AdaptiveDataParallel) and module.step_waits():
             return None  # type: ignore[return-value]
-        return super().clip_gradients_norm(
-            module, optimizer, max_norm, norm_type, error_if_nonfinite
-        )
+        with _changing(module):
+            return super().clip_gradients_norm(
+                module, optimizer, max_norm, norm_type, error_if_nonfinite
+            )
 
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float | int
     ) -> None:
         """Clips the gradient of the step, once it is complete."""
         if not (isinstance(module, AdaptiveDataParallel) and module.step_waits()):
-            super().clip_gradients_value(module, optimizer, clip_val)
+            with _changing(module):
+                super().clip_gradients_value(module, optimizer, clip_val)
+
+
+def _changing(module: nn.Module) -> AbstractContextManager[Any]:
+    return module.change_gradient() if isinstance(module, AdaptiveDataParallel) else nullcontext()
 
 
 def _bare(module: nn.Module) -> nn.Module:

@@ -229,8 +229,11 @@ class ElasticStrategy(InSteps, DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """Makes the step, and tells the Trainer if the epoch ends with it."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.steps is not None
+        assert self.parallel is not None
+        # The Trainer clips, and calls `on_before_optimizer_step`, once the gradient is complete.
+        with self.parallel.change_gradient():
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         progress.is_last_batch = self.steps.loader.ends_epoch
         return output
