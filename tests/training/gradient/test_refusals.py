@@ -1,0 +1,442 @@
+"""What loops do to a gradient that is not theirs yet: it waits, or it is refused by name."""
+
+import copy
+import pickle
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import resilin
+
+D = torch.float64
+
+
+def data(n=48):
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randn(n, 5, generator=generator, dtype=D),
+        torch.randn(n, 1, generator=generator, dtype=D),
+    )
+
+
+def make(net=None, lr=0.0, **kwargs):
+    torch.manual_seed(0)
+    net = nn.Linear(5, 1, dtype=D) if net is None else net
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    kwargs = {"rule": "linear", **kwargs}
+    return net, optimizer, resilin.AdaptiveDataParallel(net, optimizer, **kwargs)
+
+
+def loader(n=48, **kwargs):
+    return resilin.AdaptiveDataLoader(data(n), **{"batch_size": 12, "max_local_bsz": 4, **kwargs})
+
+
+def assert_exact(net, seen):
+    inputs, labels = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    exact = torch.autograd.grad(F.mse_loss(net(inputs), labels), list(net.parameters()))
+    for parameter, grad in zip(net.parameters(), exact, strict=True):
+        assert torch.allclose(parameter.grad, grad, rtol=1e-12, atol=1e-15)
+
+
+# zero_grad ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["before backward", "after step"])
+@pytest.mark.parametrize("which", ["model", "module", "optimizer"])
+def test_zero_grad_of_anything_waits(which, place):
+    net, optimizer, model = make()
+    zero_grad = {"model": model, "module": net, "optimizer": optimizer}[which].zero_grad
+    seen, steps = [], 0
+    for x, y in loader():
+        seen.append((x, y))
+        loss = F.mse_loss(model(x), y)
+        if place == "before backward":
+            zero_grad()
+        loss.backward()
+        optimizer.step()
+        if model.clock.steps > steps:
+            assert_exact(net, seen)
+            seen, steps = [], model.clock.steps
+        if place == "after step":
+            zero_grad()
+    assert model.clock.steps == 4
+
+
+def test_a_gated_module_can_be_copied_saved_and_released():
+    net, _, model = make()
+    F.mse_loss(model(torch.ones(4, 5, dtype=D)), torch.ones(4, 1, dtype=D)).backward()
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        other.weight.grad = torch.ones_like(other.weight)
+        other.zero_grad()
+        assert other.weight.grad is None
+    model.release()
+    assert "zero_grad" not in vars(net)
+    net.zero_grad()
+    assert net.weight.grad is None
+
+
+def test_zero_grad_of_a_compiled_module_waits_too():
+    plain = nn.Linear(5, 1, dtype=D)
+    compiled = torch.compile(plain, backend="eager")
+    _, optimizer, model = make(compiled)
+    seen = []
+    for x, y in loader(12):
+        seen.append((x, y))
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        if model.clock.steps:
+            assert_exact(plain, seen)
+        plain.zero_grad()
+        compiled.zero_grad()
+
+
+def test_a_step_can_be_left_by_zero_grad():
+    net, optimizer, model = make(lr=0.1)
+    before = net.weight.detach().clone()
+    for index, (x, y) in enumerate(loader()):
+        F.mse_loss(model(x), y).backward()
+        if index == 2:
+            # As loops do that find a bad norm: nothing is stepped, and nothing counts.
+            optimizer.zero_grad()
+            assert net.weight.grad is None
+            assert torch.equal(net.weight, before)
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (model.clock.steps, model.clock.samples) == (3, 36)
+
+
+# Changes of the gradient -------------------------------------------------------------------
+
+
+def clip(net):
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1e3)
+
+
+def clip_value(net):
+    torch.nn.utils.clip_grad_value_(net.parameters(), 1e-3)
+
+
+def write_data(net):
+    net.weight.grad.data.mul_(0.5)
+
+
+def replace_it(net):
+    net.weight.grad = net.weight.grad.clone()
+
+
+def take_it(net):
+    net.weight.grad = None
+
+
+CHANGES = (clip, clip_value, write_data, replace_it, take_it)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("limit", [12, 4])
+def test_a_change_before_the_step_is_refused_with_and_without_accumulation(change, limit):
+    net, optimizer, model = make()
+    x, y = next(iter(loader(max_local_bsz=limit)))
+    F.mse_loss(model(x), y).backward()
+    change(net)
+    with pytest.raises(
+        RuntimeError, match=r"gradient was changed .*call model.clip_grad_norm_\(\)"
+    ):
+        optimizer.step()
+    assert model.clock.steps == 0
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("before", ["forward", "backward"])
+def test_a_change_after_a_step_that_waited_is_refused(change, before):
+    net, optimizer, model = make()
+    batches = iter(loader())
+    x, y = next(batches)
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    if before == "forward":
+        change(net)
+    x, y = next(batches)
+
+    def train():
+        loss = F.mse_loss(model(x), y)
+        if before == "backward":
+            change(net)
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="changed in the middle of an accumulation"):
+        train()
+
+
+def test_changes_that_wait_for_the_whole_gradient_are_allowed():
+    net, optimizer, model = make(lr=0.1)
+    told, plain = [], nn.Linear(5, 1, dtype=D)
+    plain.load_state_dict(net.state_dict())
+    for x, y in loader():
+        F.mse_loss(model(x), y).backward()
+        with model.change_gradient() as complete:
+            told.append(complete)
+            if complete:
+                clip_value(net)
+                write_data(net)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert told == [False, False, True] * 4
+    own = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x, y in DataLoader(data(), batch_size=12):
+        F.mse_loss(plain(x), y).backward()
+        clip_value(plain)
+        write_data(plain)
+        own.step()
+        own.zero_grad()
+    assert torch.allclose(net.weight, plain.weight, rtol=1e-12)
+
+
+def test_a_gradient_that_nobody_zeroes_is_refused():
+    _, optimizer, model = make()
+    batches = iter(loader(max_local_bsz=12))
+    x, y = next(batches)
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    x, y = next(batches)
+    with pytest.raises(RuntimeError, match=r"optimizer.zero_grad\(\) has not removed"):
+        F.mse_loss(model(x), y).backward()
+
+
+# Steps -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_accumulation_by_hand_is_refused_before_the_first_step(stock):
+    _, optimizer, model = make(batch_size=4)
+    batches = DataLoader(data(), 4) if stock else loader(batch_size=4)
+
+    def train():
+        for index, (x, y) in enumerate(batches):
+            (F.mse_loss(model(x), y) / 4).backward()
+            if index % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(
+        RuntimeError, match=r"accumulation by hand\?.*call optimizer.step\(\) after"
+    ):
+        train()
+    assert model.clock.steps == 0
+
+
+def test_a_backward_pass_that_failed_in_the_middle_is_not_trained_on():
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError
+
+    _, _, model = make(nn.Sequential(nn.Linear(5, 5, dtype=D), nn.Linear(5, 1, dtype=D)))
+    batches = iter(loader())
+    x, y = next(batches)
+    hidden = model.module[0].register_forward_hook(lambda m, i, output: Broken.apply(output))
+    with pytest.raises(ArithmeticError):
+        F.mse_loss(model(x), y).backward()
+    hidden.remove()
+    x, y = next(batches)
+    with pytest.raises(RuntimeError, match="backward pass in the middle of a step failed"):
+        model(x)
+
+
+def test_an_optimizer_that_failed_may_step_again():
+    _, optimizer, model = make(lr=0.1)
+    failing = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    batches = iter(loader(max_local_bsz=12))
+    x, y = next(batches)
+    F.mse_loss(model(x), y).backward()
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    failing.remove()
+    optimizer.step()
+    optimizer.zero_grad()
+    x, y = next(batches)
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    assert (model.clock.steps, model.clock.samples) == (2, 24)
+
+
+def test_static_graph_is_refused():
+    with pytest.raises(ValueError, match=r"static_graph \(True\) must be False"):
+        make(static_graph=True)
+
+
+# Sizes and outputs -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["whole first", "whole last"])
+def test_with_a_stock_loader_the_largest_call_is_the_batch(order):
+    _, optimizer, model = make(lr=0.1, batch_size=24)
+    for x, y in DataLoader(data(), batch_size=24):
+        if order == "whole first":
+            whole, some = model(x), model(x[:4])
+        else:
+            some, whole = model(x[:4]), model(x)
+        (F.mse_loss(whole, y) + some.square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (model.scale, model.factors[0].lr, model.clock.samples) == (1, 1, 48)
+
+
+def test_with_a_stock_loader_calls_without_a_backward_pass_do_not_count():
+    _, optimizer, model = make(lr=0.1, batch_size=12)
+    for x, y in DataLoader(data(), batch_size=12):
+        model(torch.ones(99, 5, dtype=D))  # an evaluation that forgot eval() and no_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (model.scale, model.clock.samples) == (1, 48)
+    kept = model(torch.ones(99, 5, dtype=D))
+    loss = F.mse_loss(model(x), y)
+    with pytest.raises(RuntimeError, match=r"batches of 99 and 12.*model.weight\(n\)"):
+        loss.backward()
+    del kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("weights", [(4000, 4000, 4000, 1), (1, 4000, 30, 4000), (1, 0, 9000, 1)])
+def test_weights_of_any_size_do_not_overflow(weights, dtype):
+    net = nn.Linear(1, 1, bias=False).to(dtype)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    model = resilin.AdaptiveDataParallel(net, optimizer, rule="linear")
+    tokens = torch.tensor(weights, dtype=torch.float32)
+    inputs = torch.tensor([[20.0], [24.0], [16.0], [20.0]], dtype=dtype)
+    batches = resilin.AdaptiveDataLoader(
+        TensorDataset(inputs, tokens), 4, max_local_bsz=1, batch_weight=lambda batch: batch[1].sum()
+    )
+    for x, _ in batches:
+        model(x).mean().backward()
+        optimizer.step()
+    expected = float((inputs.double()[:, 0] * tokens).sum() / tokens.sum())
+    assert net.weight.grad.item() == pytest.approx(expected, rel=0.02)
+
+
+@dataclass
+class Prediction:
+    values: torch.Tensor
+    extra: object = None
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+class Opaque:
+    def __init__(self, values):
+        self.values = values
+
+
+class Returning(nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.layer, self.wrap = nn.Linear(5, 1, dtype=D), wrap
+
+    def forward(self, x):
+        return self.wrap(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        (Prediction, lambda output: output.values),
+        (lambda values: [{"a": Prediction(None, (values,))}], lambda o: o[0]["a"].extra[0]),
+        (lambda values: Pair(1, Prediction(values)), lambda output: output.second.values),
+    ],
+)
+def test_outputs_may_be_dataclasses_in_containers(wrap, unwrap):
+    _, optimizer, model = make(Returning(wrap))
+    for x, y in loader():
+        F.mse_loss(unwrap(model(x)), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.clock.steps == 4
+
+
+def test_outputs_of_transformers():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    net = Returning(lambda values: outputs.SequenceClassifierOutput(logits=values))
+    _, optimizer, model = make(net)
+    for x, y in loader():
+        F.mse_loss(model(x).logits, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.clock.steps == 4
+
+
+def test_outputs_that_cannot_be_searched_are_named():
+    _, optimizer, model = make(Returning(Opaque))
+    x, y = next(iter(loader()))
+    F.mse_loss(model(x).values, y).backward()
+    with pytest.raises(RuntimeError, match="returned an object of type Opaque"):
+        optimizer.step()
+
+
+# Freezing ----------------------------------------------------------------------------------
+
+
+def deep():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6, dtype=D), nn.Tanh(), nn.Linear(6, 1, dtype=D))
+
+
+@pytest.mark.parametrize("limit", [12, 4])
+def test_parameters_that_are_unfrozen_and_frozen_later_have_the_exact_gradient(limit):
+    net = deep()
+    net[0].requires_grad_(False)
+    _, optimizer, model = make(net, lr=0.1)
+    plain = deep()
+    plain[0].requires_grad_(False)
+    own = torch.optim.SGD(plain.parameters(), lr=0.1)
+    whole = iter(DataLoader(data(), batch_size=12))
+    changes = [(0, True), (2, False), (2, True), (0, False)]
+    changing = iter(changes)
+    for x, y in loader(max_local_bsz=limit):
+        index = resilin.current_job().micro_batch.index
+        if index == 0:
+            layer, trained = next(changing)
+            for part in (net, plain):
+                part[layer].requires_grad_(trained)
+            inputs, labels = next(whole)
+            F.mse_loss(plain(inputs), labels).backward()
+            own.step()
+            own.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.clock.steps == len(changes)
+    for a, b in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-10)
+
+
+def test_freezing_in_the_middle_of_a_step_is_refused():
+    net, optimizer, model = make(deep())
+    batches = iter(loader())
+    x, y = next(batches)
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    x, y = next(batches)
+    net[2].bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"requires_grad of 2.bias was changed in the middle"):
+        model(x)
+
+
+def test_parameters_that_are_added_later_are_refused_by_name():
+    net, _, model = make(deep())
+    net[0] = nn.Linear(5, 6, dtype=D)
+    x, _ = next(iter(loader()))
+    with pytest.raises(ValueError, match=r"added after the module was wrapped \(0.weight is the f"):
+        model(x)
