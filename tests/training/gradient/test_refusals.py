@@ -141,7 +141,8 @@ CHANGES = (clip, clip_value, write_data, replace_it, take_it)
 @pytest.mark.parametrize("limit", [12, 4])
 def test_a_change_before_the_step_is_refused_with_and_without_accumulation(change, limit):
     net, optimizer, model = make()
-    x, y = next(iter(loader(max_local_bsz=limit)))
+    batches = iter(loader(max_local_bsz=limit))
+    x, y = next(batches)
     F.mse_loss(model(x), y).backward()
     change(net)
     with pytest.raises(
@@ -379,7 +380,8 @@ def test_outputs_of_transformers():
 
 def test_outputs_that_cannot_be_searched_are_named():
     _, optimizer, model = make(Returning(Opaque))
-    x, y = next(iter(loader()))
+    batches = iter(loader())
+    x, y = next(batches)
     F.mse_loss(model(x).values, y).backward()
     with pytest.raises(RuntimeError, match="returned an object of type Opaque"):
         optimizer.step()
@@ -437,6 +439,7 @@ def test_freezing_in_the_middle_of_a_step_is_refused():
 def test_parameters_that_are_added_later_are_refused_by_name():
     net, _, model = make(deep())
     net[0] = nn.Linear(5, 6, dtype=D)
-    x, _ = next(iter(loader()))
+    batches = iter(loader())
+    x, _ = next(batches)
     with pytest.raises(ValueError, match=r"added after the module was wrapped \(0.weight is the f"):
         model(x)

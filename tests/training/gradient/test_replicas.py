@@ -227,11 +227,12 @@ def test_a_step_of_one_micro_batch_with_buffers_is_left_by_all(world):
 
 
 @worlds
-def test_a_loop_that_steps_without_the_last_backward_pass_steps(world):
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_a_loop_that_steps_without_the_last_backward_pass_steps(world, find_unused):
     def skip(step, micro):
         return step in (0, 3) and micro.last and replica() == 1
 
-    net, model = run(skip, how="but step", stats_every=2)
+    net, model = run(skip, how="but step", stats_every=2, find_unused_parameters=find_unused)
     assert model.clock.steps == 8
     assert model.clock.samples < 96
     assert_identical(flat(net))
@@ -264,7 +265,8 @@ def test_replicas_that_make_different_steps_are_told():
 @pytest.mark.world_size(2)
 def test_weights_on_one_replica_only_are_refused():
     _, _, model = make()
-    x, y, _ = next(iter(loader(max_local_bsz=12)))
+    batches = iter(loader(max_local_bsz=12))
+    x, y, _ = next(batches)
     if replica() == 0:
         output = model(x)
     else:
@@ -305,9 +307,9 @@ def test_token_weights_in_half_precision():
 @pytest.mark.parametrize("measured", [False, True])
 def test_freezing_and_unfreezing_in_the_middle_of_an_epoch(world, measured):
     plain, net = deep(), deep()
-    changes = {1: (2, True), 3: (0, False), 4: (0, True), 6: (4, False)}
-    net[2].requires_grad_(False)
-    plain[2].requires_grad_(False)
+    changes = {1: (3, True), 3: (0, False), 4: (0, True), 6: (5, False)}
+    net[3].requires_grad_(False)
+    plain[3].requires_grad_(False)
     every = {"stats_every": 1} if measured else {}
     net, optimizer, model = make(net, **every)
     whole, step = Whole(plain), 0
@@ -332,14 +334,14 @@ def test_freezing_and_unfreezing_in_the_middle_of_an_epoch(world, measured):
 @pytest.mark.parametrize("trained", [True, False])
 def test_replicas_that_freeze_differently_are_told(world, trained):
     net = deep()
-    net[2].requires_grad_(not trained)
+    net[3].requires_grad_(not trained)
     _, optimizer, model = make(net)
 
     def train():
         for x, y, _ in loader():
             micro = resilin.current_job().micro_batch
             if micro.index == 0 and model.clock.steps == 2 and replica() == 1:
-                net[2].requires_grad_(trained)
+                net[3].requires_grad_(trained)
             F.mse_loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -373,15 +375,13 @@ class Tangled(nn.Module):
 @worlds
 @pytest.mark.parametrize("compiled", [False, True])
 def test_tangled_models_in_many_buckets(world, compiled):
-    plain, whole, step = Tangled(), Whole(Tangled()), 0
-    if compiled:
-        plain = deep()
-        whole = Whole(deep())
+    plain, other = (deep(), deep()) if compiled else (Tangled(), Tangled())
+    whole, step = Whole(other), 0
     given = torch.compile(plain, backend="aot_eager") if compiled else plain
+    # The compiler of torch cannot cut a graph at buckets that small.
+    kwargs = {} if compiled else {"find_unused_parameters": True, **SMALL_BUCKETS}
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    model = resilin.AdaptiveDataParallel(
-        given, optimizer, rule="linear", stats_every=3, find_unused_parameters=True, **SMALL_BUCKETS
-    )
+    model = resilin.AdaptiveDataParallel(given, optimizer, rule="linear", stats_every=3, **kwargs)
     average = torch.optim.swa_utils.AveragedModel(plain)
     for x, y, _ in loader(max_local_bsz=3):
         before = model.clock.steps
@@ -395,6 +395,29 @@ def test_tangled_models_in_many_buckets(world, compiled):
             step += 1
     assert step == 8 == int(average.n_averaged)
     assert_identical(flat(average))
+
+
+@pytest.mark.world_size(2)
+def test_a_step_that_is_left_in_the_middle_is_begun_again_with_unused_parameters():
+    net, optimizer, model = make(Tangled(), find_unused_parameters=True)
+    whole = Whole(Tangled())
+    for x, y, _ in loader():
+        F.mse_loss(model(x + 9), y).backward()  # all of it is used
+        break
+
+    def train():
+        for x, y, _ in loader():
+            before = model.clock.steps
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if model.clock.steps > before:
+                whole.step()
+                whole.assert_same(net)
+
+    with pytest.warns(UserWarning, match="left without optimizer.step"):
+        train()
+    assert model.clock.steps == 8
 
 
 @worlds

@@ -7,6 +7,7 @@ in the same collectives with zeros, so that nobody waits for it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -69,8 +70,16 @@ class DdpReducer:
         self._source = source
         self._parameters = list(parameters.trained)
         self._ddp = DistributedDataParallel(module, **ddp_kwargs)
-        # A lambda: DDP compares a hook's annotations with classes, and ours are strings.
-        self._ddp.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
+        # DDP keeps its hook where no garbage collector looks, so the hook must not keep DDP. It has
+        # no annotations: DDP compares them with classes, and ours are strings.
+        own = weakref.ref(self)
+
+        def reduce_bucket(_, bucket):  # type: ignore[no-untyped-def]
+            reducer = own()
+            assert reducer is not None
+            return reducer._reduce_bucket(bucket)
+
+        self._ddp.register_comm_hook(None, reduce_bucket)
         self._half = any(p.dtype is torch.float16 for p in self._parameters)
         self._armed = self._synced = False
         self._weight_before = 0.0
@@ -109,15 +118,16 @@ class DdpReducer:
         Args:
             used: Parameters that have a gradient from earlier micro-batches of the step.
         """
-        frozen = [p for p in self._parameters if not p.requires_grad]
+        frozen = {p: p.grad for p in self._parameters if not p.requires_grad}
         for parameter in frozen:
             parameter.requires_grad_(True)
         try:
             with torch.enable_grad():
                 self._run_without_output(used)
         finally:
-            for parameter in frozen:
+            for parameter, grad in frozen.items():
                 parameter.requires_grad_(False)
+                parameter.grad = grad
 
     def _run_without_output(self, used: Sequence[Tensor]) -> None:
         wanted = self._parameters

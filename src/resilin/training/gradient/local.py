@@ -95,11 +95,15 @@ class LocalGradient:
 
     def hold(self, share: float, *, copy: bool) -> None:
         """Puts the gradient so far aside, so that the next one can be weighed by itself."""
-        grads = self.take()
-        if copy:
-            # Zeroed in place they are views of DDP's buckets, which the reduction writes to.
-            grads = {parameter: grad.clone() for parameter, grad in grads.items()}
-        self.held, self.share = grads, share
+        self.share = share
+        if not copy:
+            self.held = self.take()
+            return
+        # They may be views of DDP's buckets, which the reduction writes to. And DDP expects a
+        # gradient where an earlier micro-batch had one: zeros, to which the next one is added.
+        self.held = {parameter: grad.clone() for parameter, grad in self.grads().items()}
+        for grad in self.grads().values():
+            grad.zero_()
 
     def merge(self, *, trained: bool) -> None:
         """Puts the gradient that was put aside back, with its share of the new one.

@@ -344,10 +344,10 @@ class StepGradient:
 
     def leave(self) -> None:
         """Leaves a step without its last backward pass: no replica makes it."""
-        self._local.clear()
         self._skips = True
         if self._reducer is not None:
             self._take_part_empty()
+        self._local.clear()
         self.result = _SKIPPED
 
     def _take_part_empty(self) -> None:
