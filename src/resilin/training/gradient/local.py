@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor
 
 from resilin.training.gradient.parameters import Parameters
 from resilin.training.gradstats import GroupNorms
 
+_GRAD = operator.attrgetter("grad")
 _WIDEST = {torch.float16: 2.0}
 """How many times the new weight the unit of `.grad` may be, so that no conversion overflows."""
 _WIDE = 2.0**16
@@ -48,11 +51,14 @@ class LocalGradient:
         """The gradients that are there."""
         return {p: p.grad for p in self._parameters.trained if p.grad is not None}
 
+    def tensors(self) -> list[Tensor]:
+        """The same without their parameters."""
+        return [grad for grad in map(_GRAD, self._parameters.trained) if grad is not None]
+
     def scale(self, factor: float) -> None:
         """Multiplies the gradient."""
-        grads = self.grads()
-        if factor != 1 and grads:
-            torch._foreach_mul_(list(grads.values()), factor)
+        if factor != 1 and (grads := self.tensors()):
+            torch._foreach_mul_(grads, factor)
 
     def clear(self) -> None:
         """Takes the gradient away."""
@@ -102,7 +108,7 @@ class LocalGradient:
         # They may be views of DDP's buckets, which the reduction writes to. And DDP expects a
         # gradient where an earlier micro-batch had one: zeros, to which the next one is added.
         self.held = {parameter: grad.clone() for parameter, grad in self.grads().items()}
-        for grad in self.grads().values():
+        for grad in self.tensors():
             grad.zero_()
 
     def merge(self, *, trained: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+
+_TRAINED = operator.attrgetter("requires_grad")
 
 
 class Parameters:
@@ -46,7 +49,7 @@ class Parameters:
         self.trained = [p for p, trained in zip(self.all, self.pattern, strict=True) if trained]
 
     def _now(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self.all]
+        return list(map(_TRAINED, self.all))
 
     def changed(self) -> list[str]:
         """Names of parameters that were frozen or unfrozen since the last `update`."""

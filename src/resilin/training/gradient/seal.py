@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 
 from torch import Tensor
 
 from resilin.training.gradstats import sqr_norms
+
+_VERSION = operator.attrgetter("_version")
 
 
 class Seal:
@@ -20,7 +23,7 @@ class Seal:
 
     def __init__(self, grads: Iterable[Tensor], *, contents: bool) -> None:
         self._grads = list(grads)
-        self._versions = [grad._version for grad in self._grads]
+        self._versions = list(map(_VERSION, self._grads))
         self._norms = self._measure() if contents else []
 
     def _measure(self) -> list[float]:
@@ -30,10 +33,9 @@ class Seal:
     def holds(self, grads: Iterable[Tensor]) -> bool:
         """Whether these are the same tensors, unchanged."""
         now = list(grads)
-        if len(now) != len(self._grads) or any(
-            grad is not known or grad._version != version
-            for grad, known, version in zip(now, self._grads, self._versions, strict=True)
-        ):
+        if len(now) != len(self._grads) or not all(map(operator.is_, now, self._grads)):
+            return False
+        if list(map(_VERSION, now)) != self._versions:
             return False
         if not self._norms:
             return True

@@ -94,7 +94,7 @@ class StepGradient:
         """Forgets a step that was made; `.grad` is the loop's to zero."""
         self._used = None
         if self.complete and self._thorough:
-            self._used = Seal(self._local.grads().values(), contents=False)
+            self._used = Seal(self._local.tensors(), contents=False)
         self.reset()
 
     def drop(self) -> None:
@@ -242,7 +242,7 @@ class StepGradient:
         self._verify()
         self._seal = None
         used, self._used = self._used, None
-        if used is not None and (grads := self._local.grads()) and used.holds(grads.values()):
+        if used is not None and (grads := self._local.tensors()) and used.holds(grads):
             raise RuntimeError(refusals.NOT_ZEROED)
         if self._weighed:
             return
@@ -291,7 +291,7 @@ class StepGradient:
     def _verify(self) -> None:
         if self._seal is None or (self._allowed and self.complete):
             return
-        if not self._seal.holds(self._local.grads().values()):
+        if not self._seal.holds(self._local.tensors()):
             complete = self.result is not None
             raise RuntimeError(refusals.CHANGED if complete else refusals.CHANGED_BETWEEN)
 
@@ -301,7 +301,7 @@ class StepGradient:
         return self._num_steps & (self._num_steps - 1) == 0
 
     def _reseal(self) -> None:
-        self._seal = Seal(self._local.grads().values(), contents=self._thorough)
+        self._seal = Seal(self._local.tensors(), contents=self._thorough)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
