@@ -27,29 +27,29 @@ def start(job: Job) -> Recovery:
     return job.recovery
 
 
-def _step_over(job: Job) -> tuple[Recovery, Recorder]:
+def _step_over(job: Job, asked_by: object = None) -> tuple[Recovery, Recorder]:
     """The last step is over, if there was one: it is told of before anything else is done."""
     recovery = start(job)
     if job.model is not None:
         job.model.body_over()
     assert isinstance(job.recorder, Recorder)
     if job.model is not None:
-        job.model.close_step()
+        job.model.close_step(asked_by)
     job.recorder.step_over()
     return recovery, job.recorder
 
 
-def begin_step(job: Job) -> None:
+def begin_step(job: Job, asked_by: object = None) -> None:
     """Called before each step of training: the last one is over, and the next may begin."""
-    recovery, recorder = _step_over(job)
+    recovery, recorder = _step_over(job, asked_by)
     recovery.between_steps()
     job.engine.begin_step()
     recorder.step_begins()
 
 
-def end_epoch(job: Job) -> None:
+def end_epoch(job: Job, asked_by: object = None) -> None:
     """Called behind the last step of an epoch."""
-    recovery, recorder = _step_over(job)
+    recovery, recorder = _step_over(job, asked_by)
     recorder.epoch_over()
     recovery.between_steps()
 

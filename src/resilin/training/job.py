@@ -91,8 +91,8 @@ class TrainedModel(Protocol):
         """Forgets the step that is under way, with its gradient; whether it could."""
         ...
 
-    def close_step(self) -> None:
-        """Called when the loop asks for the next step: the last one has to be over."""
+    def close_step(self, asked_by: object = None) -> None:
+        """Called when an iteration over a loader asks for the next step: the last one is over."""
         ...
 
     def release(self) -> None:

@@ -251,7 +251,7 @@ class AdaptiveDataLoader(SizedLoader):
     def _epoch(self, job: Job, current: Iteration) -> Iterator[Any]:
         while not self._is_over(current, current.position):
             if current.training:
-                begin_step(job)
+                begin_step(job, current)
             if current.moves and self._join_if_changed():
                 current.owners = self._owners
             batch_size = self.current_batch_size
@@ -273,7 +273,7 @@ class AdaptiveDataLoader(SizedLoader):
         if current.training:
             passes = self._cursor.passes
             self._cursor.passes = passes.end(current.enclosing, iteration.positions(job))
-            end_epoch(job)
+            end_epoch(job, current)
 
     def _advance(self, current: Iteration, position: int) -> None:
         """Moves an iteration to the next step; also where its step was left out by the loop."""

@@ -312,9 +312,9 @@ class AdaptiveDataParallel(nn.Module):
         """Asked by the gates: whether `zero_grad` would destroy a part of the step."""
         return self._flow.gradient_waits()
 
-    def close_step(self) -> None:
-        """Called when the loop asks for the next step: the last one has to be over."""
-        self._flow.close()
+    def close_step(self, asked_by: object = None) -> None:
+        """Called when an iteration over a loader asks for the next step: the last one is over."""
+        self._flow.close(asked_by)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes the gradient; waits, as that of the optimizer does, while it is accumulated."""

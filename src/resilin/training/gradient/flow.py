@@ -152,34 +152,36 @@ class StepFlow:
         """The step is over: made, skipped or left."""
         self._over = self._job.micro_batch
 
-    def close(self) -> None:
-        """Called when the loop asks for the next step: the last one has to be over.
+    def close(self, asked_by: object) -> None:
+        """Called when an iteration over a loader asks for the next step: the last one is over.
 
         A replica that has left its last micro-batch without a backward pass leaves the step, and
         then no replica makes it. Its samples are used up, and do not count.
 
+        Args:
+            asked_by: The iteration that asks; None if it is not one over a loader of ours.
+
         Raises:
             RuntimeError: The gradient of the last step is complete, and was not used.
         """
-        gradient, micro = self._gradient, self._job.micro_batch
+        job, gradient = self._job, self._gradient
         if gradient.complete:
             raise RuntimeError(refusals.NOT_STEPPED)
         if gradient.result is not None:
             warnings.warn(refusals.LEFT_BY_ANOTHER, stacklevel=2)
             self._left()
             return
-        replicas = self._job.engine.num_replicas
-        unfinished = (
-            micro is not None and micro.training and micro.last and micro is not self._over
-        )
-        if micro is None or not unfinished or (replicas == 1 and not gradient.pending):
+        if asked_by is not None and job.iteration not in (None, asked_by):
+            return  # Of nested or zipped loops, another one says what is trained on.
+        micro, replicas = job.micro_batch, job.engine.num_replicas
+        if micro is None or not self._left_out(micro) or (replicas == 1 and not gradient.pending):
             if gradient.pending:
                 warnings.warn(refusals.LEFT, stacklevel=2)
             self.drop()
             self._over = micro
             return
         warnings.warn(
-            f"replica {self._job.engine.replica} of {replicas} left the last micro-batch of a step "
+            f"replica {job.engine.replica} of {replicas} left the last micro-batch of a step "
             "without a backward pass: no replica makes this step, and its samples do not count",
             stacklevel=2,
         )
@@ -187,3 +189,10 @@ class StepFlow:
             self._enter(micro)
         gradient.leave()
         self._left()
+
+    def _left_out(self, micro: MicroBatch) -> bool:
+        """Whether a last micro-batch was handed out to train on, and no step has ended since."""
+        iteration = self._job.iteration
+        at = None if iteration is None else iteration.handed_out_at
+        made = at is not None and self._job.clock.steps > at
+        return micro.training and micro.last and micro is not self._over and not made
