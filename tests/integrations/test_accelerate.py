@@ -231,6 +231,7 @@ def test_a_scheduler_of_epochs_is_stepped_by_the_loop():
     for batch in parts[2]:
         parts[0](**batch)["loss"].backward()
         parts[1].step()
+        parts[1].zero_grad()
     parts[3].step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(LR / 10)
 
