@@ -18,6 +18,7 @@ from resilin.core.events import (
     FaultEvent,
     MetricsEvent,
     RescaleEvent,
+    RiskEvent,
     StartEvent,
     StepEvent,
     UnknownEvent,
@@ -59,6 +60,7 @@ events = st.one_of(
     st.builds(CheckpointEvent, **common),
     st.builds(FaultEvent, **common),
     st.builds(EpochEvent, **common),
+    st.builds(RiskEvent, **common),
 )
 
 
@@ -292,4 +294,5 @@ def test_the_schema_is_frozen():
         "checkpoint": [*head, "action", "path", "num_bytes", "seconds", "detail"],
         "fault": [*head, "kind", "detail", "replica"],
         "epoch": [*head, "epoch", "samples", "progress"],
+        "risk": [*head, "steps"],
     }

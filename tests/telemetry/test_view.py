@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -200,3 +201,15 @@ def test_a_job_that_begins_anew_in_the_same_directory_is_another_run():
     assert status.step is None
     assert status.began == told[-1].time + 60
     assert status.counts == {"start": 1}
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [((), "-"), ((3, 0), "no completed step"), ((12,), "12 completed steps")],
+)
+def test_the_view_says_what_a_lost_worker_costs(told, words):
+    run = told_run()
+    run += [events.RiskEvent(time=run[-1].time, step=9, steps=steps) for steps in told]
+    status = status_of(run)
+    assert re.search(rf"at risk +{words} ", shown(status, run[-1].time))
+    assert status.as_dict(0)["at_risk"] == (told[-1] if told else None)

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import resilin
+from resilin.core.events import RiskEvent
 from resilin.engine.base import Engine
 from resilin.training import memory, recovery
 from resilin.training.keeper import LONGEST_PAUSE, Keeper
 from resilin.training.memory import MemoryCopies, Place
 from resilin.training.registry import Registry
 from resilin.training.snapshot import Snapshot, Version
+from tests.training.recovery_job import Job
 
 SIZE = 100_000
 
@@ -151,6 +153,7 @@ from pathlib import Path
 import torch
 from resilin.training.memory import MemoryCopies, Place
 from resilin.training.snapshot import Snapshot, Version
+from tests.training.recovery_job import Job
 tree = {"job": {"clock": {}, "replicas": 1}}
 state = Snapshot(Version(0, 7), tree, {})
 MemoryCopies(Path(sys.argv[1])).keep(state, {}, Place(0, 0, 1, 0))
@@ -180,3 +183,26 @@ def test_the_state_of_a_job_that_is_alive_is_not_taken(tmp_path, monkeypatch):
     # A worker that was killed is no other job: who comes next takes up what it left.
     found = MemoryCopies(directory)
     assert (found.writers(), found.versions()[0].step) == (set(), 7)
+
+
+@pytest.mark.parametrize(("every", "risk"), [(1, 0), (4, 3)])
+def test_what_a_lost_worker_costs_is_said_and_told_of(tmp_path, monkeypatch, caplog, every, risk):
+    caplog.set_level(logging.INFO, "resilin")
+    monkeypatch.setenv("RESILIN_MEMORY_DIR", str(tmp_path / "memory"))
+    resilin.checkpoint_to(None, memory_every=every)
+    told = []
+    resilin.current_job().listeners.append(told.append)
+    job = Job()
+    job.train(1)
+    assert [event.steps for event in told if isinstance(event, RiskEvent)] == [risk]
+    assert ("no completed step" if risk == 0 else "at most 3 completed step") in caplog.text
+
+
+def test_without_memory_copies_all_since_the_last_checkpoint_is_at_risk(tmp_path):
+    resilin.checkpoint_to(tmp_path, every=4)
+    told, seen = [], []
+    resilin.current_job().listeners.append(told.append)
+    Job().train(1, on_step=lambda job: seen.append(resilin.current_job().recovery.at_risk))
+    # A checkpoint counts when it is complete, which is at a later step.
+    assert seen[:4] == [1, 2, 3, 4]
+    assert [event.steps for event in told if isinstance(event, RiskEvent)][:3] == [1, 2, 4]

@@ -214,6 +214,16 @@ class FaultEvent(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RiskEvent(Event):
+    """What the sudden death of a worker can cost is known, or has changed."""
+
+    name: ClassVar[str] = "risk"
+
+    steps: int
+    """Completed steps that it costs at most, while a host with a copy in memory lives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpochEvent(Event):
     """An epoch of the sample stream was completed."""
 
@@ -251,6 +261,7 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
             CheckpointEvent,
             FaultEvent,
             EpochEvent,
+            RiskEvent,
         )
     }
 )

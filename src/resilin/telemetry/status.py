@@ -49,6 +49,8 @@ class Status:
         """The last step that was told of."""
         self.generation = 0
         """The last generation."""
+        self.at_risk: int | None = None
+        """Completed steps that a lost worker costs at most, if the job has told."""
         self.loss: float | None = None
         """The last loss that was recorded."""
         self.metrics: dict[str, float] = {}
@@ -82,6 +84,8 @@ class Status:
                     self.counts[event.name] = 1
                 self.start = event
                 self._finished = False
+            elif isinstance(event, events.RiskEvent):
+                self.at_risk = event.steps
             elif isinstance(event, events.EpochEvent):
                 self._finished = self._is_last(event.epoch)
             elif isinstance(event, events.RescaleEvent | events.FaultEvent):
@@ -217,6 +221,7 @@ class Status:
             "generation": self.generation,
             **{name: getattr(start, name, None) for name in told},
             **{name: getattr(step, name, None) for name in made},
+            "at_risk": self.at_risk,
             "efficiency": self.efficiency,
             "noise_scale": self.noise_scale,
             "goodput": self.goodput,

@@ -32,7 +32,7 @@ _STATE_STYLES: dict[State, str] = {
     "finished": "cyan",
 }
 _EVENT_STYLES = {"rescale": "yellow", "fault": "bold red", "decision": "cyan", "checkpoint": "blue"}
-_FIXED_LINES = 15
+_FIXED_LINES = 16
 """Lines of the screen that are not events or metrics."""
 
 
@@ -121,6 +121,7 @@ class View:
             ("gain", amount(step.gain)),
             ("learning rate", _rate(step.lr, step.lr_factor)),
             ("epoch", _epoch(status, step.epoch)),
+            ("at risk", _at_risk(status.at_risk)),
         ]
         efficiency = status.efficiency
         right += [
@@ -229,6 +230,13 @@ def _replicas(status: Status, replicas: int | None) -> str:
     if hosts is not None:
         words += f" on {hosts} host" + "s" * (hosts != 1)
     return f"{words}, generation {status.generation}"
+
+
+def _at_risk(steps: int | None) -> str:
+    """What the sudden death of a worker would cost."""
+    if not steps:
+        return "-" if steps is None else "no completed step"
+    return f"{amount(steps)} completed step{'s' if steps > 1 else ''}"
 
 
 def _epoch(status: Status, epoch: int) -> str:

@@ -87,8 +87,13 @@ class Keeper:
         A step is complete when its copy is: one that dies in the middle of a copy makes that step
         again.
         """
-        fits = self.memory is not None and self._all_kept and not self._failures
-        return steps_at_risk(self._interval) if fits else None
+        holds = self._num_kept > 0 and self._all_kept and not self._failures
+        return steps_at_risk(self._interval) if holds else None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the interval rests on a measurement, or needs none."""
+        return bool(self._times) or not self._auto
 
     # Keeping -------------------------------------------------------------------------------
 

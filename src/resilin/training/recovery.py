@@ -19,7 +19,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from resilin.core.events import CheckpointEvent
+from resilin.core.events import CheckpointEvent, RiskEvent
 from resilin.engine import environment
 from resilin.engine.stop import RESTART
 from resilin.engine.torchrun import Torchrun, process_start
@@ -27,7 +27,7 @@ from resilin.engine.watch import Peer, Watch
 from resilin.training.checkpoint import CheckpointError, Checkpoints
 from resilin.training.checkpoint.commit import Commit
 from resilin.training.job import Job, Stamp
-from resilin.training.keeper import Keeper
+from resilin.training.keeper import MEMORY_BUDGET, Keeper
 from resilin.training.memory import MemoryCopies, Writer, in_use
 from resilin.training.protection import Protection, memory_directory
 from resilin.training.registry import add_up, gathered, of_replica
@@ -65,6 +65,8 @@ class Recovery:
         """The same in words; empty if it began anew."""
         self._seen: Version | None = None
         self._saved: Version | None = None
+        self._committed_step = 0
+        self._told_risk: int | None = None
         self._save_step = 0
         self._save_time = time.monotonic()
         self._boundary_time = time.monotonic()
@@ -86,6 +88,11 @@ class Recovery:
             # One host may keep no copies; it takes part all the same.
             self.active = any(engine.gather(self.active))
         if not self.active:
+            if engine.restartable and engine.replica == 0:
+                logger.warning(
+                    "neither memory copies nor checkpoints are made: a lost worker costs the whole "
+                    "run"
+                )
             return
         self._job.voters.append(self)
         began = time.monotonic()
@@ -106,6 +113,8 @@ class Recovery:
             self._keeper.resumed = snapshot.version
         self._seen = self._version()
         self._save_step, self._save_time = self._seen.step, time.monotonic()
+        if snapshot is not None:
+            self._committed_step = snapshot.version.step
         if snapshot is not None and source == "checkpoint":
             self._saved = snapshot.version
         elif snapshot is None or not self._on_all_hosts(snapshot.version):
@@ -221,6 +230,7 @@ class Recovery:
         if self._checkpoints is not None and self._checkpoints.is_done:
             self._end_save()
         self._keeper.counted(keep_seconds, step_seconds, failed)
+        self._report_risk()
         if self._keeper.is_due(version.step, stopping=bool(stop)):
             self._keeper.keep(version)
         if stop:
@@ -228,6 +238,43 @@ class Recovery:
         if save:
             self._begin_save()
         self._boundary_time = time.monotonic()
+
+    # What can be lost ----------------------------------------------------------------------
+
+    @property
+    def at_risk(self) -> int:
+        """Completed steps that the sudden death of a worker would cost at most.
+
+        With memory copies that is their interval less one. Without, it is what was done since the
+        last checkpoint. It holds while a host with a copy lives.
+        """
+        steps = self._keeper.at_risk
+        return self._job.clock.steps - self._committed_step if steps is None else steps
+
+    def _report_risk(self) -> None:
+        """Says it when copies have been measured, and when it has changed to half or the double."""
+        steps, told = self.at_risk, self._told_risk
+        in_memory = self._keeper.at_risk is not None
+        if self._engine.replica or (in_memory and not self._keeper.is_measured):
+            return
+        if told is not None and (steps == told or min(steps, told) > max(steps, told) / 2):
+            return
+        self._told_risk = steps
+        self._job.emit(RiskEvent(**self._job.stamp(), steps=steps))
+        if not in_memory:
+            # How far the last checkpoint is back is no news; that copies do not fit was a warning.
+            return
+        if steps == 0:
+            logger.info("a lost worker costs no completed step: each is copied to memory")
+        elif self._protection.memory_every == "auto":
+            logger.info(
+                "a lost worker costs at most %d completed step(s): a memory copy of each would "
+                "take more than %g%% of the time (memory_every=1 does it all the same)",
+                steps,
+                100 * MEMORY_BUDGET,
+            )
+        else:
+            logger.info("a lost worker costs at most %d completed step(s), by memory_every", steps)
 
     # Checkpoints ---------------------------------------------------------------------------
 
@@ -253,6 +300,8 @@ class Recovery:
             self._saved = None
 
     def _tell_saved(self, commit: Commit | None) -> None:
+        if commit is not None:
+            self._committed_step = commit.version.step
         if commit is None or self._engine.replica:
             return
         assert self._checkpoints is not None
