@@ -7,6 +7,7 @@ from typing import Any
 import keras  # type: ignore[import-untyped]
 
 from resilin.telemetry.tensorboard import PREFIX
+from resilin.training.job import current_job
 from resilin.training.readout import read_out
 
 NAMES = ("batch_size", "gain", "noise_scale", "progress")
@@ -29,6 +30,8 @@ class ReadOut(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         self._names = tuple(f"{prefix}{name}" for name in names)
         self._prefix = prefix
+        # Kept with the job: a process that resumes at the end of an epoch has made no step.
+        self._known: dict[str, Any] = {}
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """A step is over."""
@@ -40,5 +43,6 @@ class ReadOut(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _add(self, logs: dict[str, Any] | None) -> None:
         if logs is not None:
-            known = read_out(self._prefix)
-            logs.update({name: known[name] for name in self._names if name in known})
+            now = {} if current_job().last_step is None else read_out(self._prefix)
+            self._known.update({name: now[name] for name in self._names if name in now})
+            logs.update(self._known)

@@ -51,10 +51,24 @@ def is_array(x: Any) -> bool:
 
 
 def sample_weights(y: Any, class_weight: dict[int, float]) -> np.ndarray[Any, Any]:
-    """The weight of each sample by its class, for labels and for one-hot rows."""
+    """The weight of each sample by its class, for labels and for one-hot rows.
+
+    Labels that are not whole numbers are rounded, as Keras does.
+
+    Raises:
+        ValueError: There is more than one target, or a label is not finite.
+    """
+    if keras.tree.is_nested(y):
+        raise ValueError(
+            f"class_weight needs one array of labels, and y is a {type(y).__name__} of "
+            f"{len(keras.tree.flatten(y))}"
+        )
     labels = np.asarray(y)
     if labels.ndim > 1:
         labels = labels.argmax(axis=-1) if labels.shape[-1] > 1 else labels[..., 0]
+    if not np.isfinite(labels).all():
+        raise ValueError("class_weight needs labels, and y has values that are not finite")
+    labels = np.round(labels).astype(np.int64)
     unique, inverse = np.unique(labels, return_inverse=True)
     by_class = [class_weight.get(int(label), 1.0) for label in unique]
     return np.asarray(by_class, dtype=keras.config.floatx())[inverse].reshape(labels.shape)

@@ -4,33 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import keras  # type: ignore[import-untyped]
 
 from resilin.integrations.keras.callback import ReadOut
 from resilin.integrations.keras.data import is_array
+from resilin.integrations.keras.progress import Progress
 from resilin.integrations.keras.refusals import is_writer
 from resilin.integrations.keras.steps import Steps
-from resilin.training.boundaries import end_training, start
+from resilin.training.boundaries import end_training
 from resilin.training.epochs import begin_epoch
 from resilin.training.job import current_job
 from resilin.training.loader import AdaptiveDataLoader
 
 
-def make_callbacks(
-    model: Any, given: Any, *, verbose: Any, epochs: int, steps: int | None
-) -> keras.callbacks.CallbackList:
-    """The callbacks of this replica: one of them writes and prints, all of them decide."""
-    callbacks = keras.tree.flatten(given or [])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of `fit`."""
+
+    number: int
+    """Calls before it."""
+    first: int
+    """Epochs of the calls before it: what its first one is in the job."""
+    epochs: range
+    """Its epochs, as the user counts them."""
+
+    def left(self, done: int) -> list[tuple[int, int]]:
+        """Its epochs that are not over, as the job and as the user count them.
+
+        Args:
+            done: Epochs of the job that are over.
+        """
+        numbered = enumerate(self.epochs, self.first)
+        return [(number, epoch) for number, epoch in numbered if number >= done]
+
+
+def list_callbacks(given: Any) -> list[Any]:
+    """The callbacks of all replicas, in the same order everywhere."""
+    callbacks: list[Any] = keras.tree.flatten(given or [])
     if not any(isinstance(callback, ReadOut) for callback in callbacks):
         callbacks.insert(0, ReadOut())
+    if not any(isinstance(callback, keras.callbacks.History) for callback in callbacks):
+        callbacks.append(keras.callbacks.History())
+    return callbacks
+
+
+def make_callbacks(
+    model: Any, callbacks: list[Any], *, verbose: Any, epochs: int, steps: int | None
+) -> keras.callbacks.CallbackList:
+    """The callbacks of this replica: one of them writes and prints, all of them decide."""
     if current_job().engine.replica != 0:
         callbacks = [callback for callback in callbacks if not is_writer(callback)]
         verbose = 0
     return keras.callbacks.CallbackList(
         callbacks,
-        add_history=True,
         add_progbar=verbose != 0,
         verbose=verbose,
         epochs=epochs,
@@ -51,45 +80,44 @@ def evaluation(held: Any, batch_size: int, steps: int | None) -> dict[str, Any] 
 def run(
     model: Any,
     steps: Steps,
+    progress: Progress,
     loader: AdaptiveDataLoader,
     callbacks: keras.callbacks.CallbackList,
-    epochs: range,
-    first: int,
+    call: Call,
     validation: Mapping[str, Any] | None,
     validation_freq: Any,
 ) -> Any:
-    """Trains, and goes on where the job was.
+    """Trains, and resumes where the job was.
 
     Args:
         model: The Keras model.
         steps: What trains it.
+        progress: How far the calls of `fit` are.
         loader: The data.
         callbacks: The callbacks.
-        epochs: The epochs, as the user counts them.
-        first: Epochs of the job before these: those of earlier calls of `fit`.
+        call: Which call of `fit` it is.
         validation: Arguments of `evaluate`; None validates nothing.
         validation_freq: As in Keras.
 
     Returns:
         The History.
     """
-    job = current_job()
-    job.total_epochs = first + len(epochs)
-    steps.callbacks = list(callbacks.callbacks)
-    start(job)
-    loader.take_part()
+    job, history = progress.job, model.history
+    job.total_epochs = call.first + len(call.epochs)
+    left = call.left(job.epoch)
     model.stop_training = False
-    logs: dict[str, Any] = {}
-    callbacks.on_train_begin()
-    steps.remind()
-    for number, epoch in enumerate(epochs, first):
-        if number < job.epoch:
-            continue
+    with progress.beginning(call.number, history):
+        callbacks.on_train_begin()
+        if progress.in_epoch:
+            callbacks.on_epoch_begin(left[0][1])
+    logs: dict[str, Any] = {name: values[-1] for name, values in history.history.items()}
+    for number, epoch in left:
         begin_epoch(number)
-        if not steps.step:
-            # Else the job goes on within an epoch, with what its metrics were.
+        if not progress.in_epoch:
             model.reset_metrics()
-        callbacks.on_epoch_begin(epoch)
+            callbacks.on_epoch_begin(epoch)
+            progress.in_epoch = True
+        steps.check()
         model.train()
         with closing(steps.epoch(loader, callbacks.on_train_batch_begin)) as numbers:
             for step in numbers:
@@ -102,12 +130,16 @@ def run(
             validated = model.evaluate(**validation, callbacks=callbacks, return_dict=True)
             logs.update({f"val_{name}": value for name, value in validated.items()})
         callbacks.on_epoch_end(epoch, logs)
+        progress.step, progress.in_epoch = 0, False
+        progress.share()
         if model.stop_training:
             break
-    if job.epoch < job.total_epochs:
-        begin_epoch(job.total_epochs)
-        end_training(job)
-    if len(epochs):
+    # What is kept here is the state before the end of the call: a script that is started again
+    # brings it to its end again, and one with more epochs trains on.
+    begin_epoch(job.total_epochs)
+    end_training(job)
+    if len(call.epochs):
         model.optimizer.finalize_variable_values(model.trainable_variables)
     callbacks.on_train_end(logs)
-    return model.history
+    progress.ended()
+    return history

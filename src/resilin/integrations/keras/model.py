@@ -11,8 +11,10 @@ from resilin.core import _validate
 from resilin.core.rules import ScalingRule
 from resilin.engine.group import init_process_group
 from resilin.integrations.keras import compiled, data, fit
-from resilin.integrations.keras.refusals import check_fit, check_model, check_step
+from resilin.integrations.keras.progress import Progress
+from resilin.integrations.keras.refusals import check_fit, check_model, check_step, is_writer
 from resilin.integrations.keras.steps import Steps
+from resilin.training.boundaries import start
 from resilin.training.job import current_job
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import ScheduleBy
@@ -82,7 +84,7 @@ class Model:
         self._sizing: Callable[[AdaptiveDataLoader], None] | None = None
         self._loader: AdaptiveDataLoader | None = None
         self._steps: Steps | None = None
-        self._epochs = 0
+        self._progress: Progress | None = None
         self._compiled: compiled.Compiled | None = None
         if keras.backend.backend() == "torch":
             init_process_group()
@@ -225,16 +227,37 @@ class Model:
         if self._sizing is not None:
             self._sizing(loader)
         self.model._symbolic_build(data_batch=loader.example())
-        steps = self._make_steps()
+        progress = self._begin_call()
+        span = range(initial_epoch, epochs)
+        number, first = progress.call(len(span))
+        start(progress.job)
+        loader.take_part()
+        if progress.is_over(number):
+            return progress.skip(number)
+        steps = self._make_steps(progress)
+        everyone = fit.list_callbacks(callbacks)
+        progress.watch(everyone, is_writer)
         listed = fit.make_callbacks(
-            self.model, callbacks, verbose=verbose, epochs=epochs, steps=len(loader)
+            self.model, everyone, verbose=verbose, epochs=epochs, steps=len(loader)
         )
-        first, span = self._epochs, range(initial_epoch, epochs)
-        self._epochs += len(span)
         if validation_batch_size is None:
             validation_batch_size = self.plan.batch_size
-        evaluate = fit.evaluation(held, validation_batch_size, validation_steps)
-        return fit.run(self.model, steps, loader, listed, span, first, evaluate, validation_freq)
+        return fit.run(
+            self.model,
+            steps,
+            progress,
+            loader,
+            listed,
+            fit.Call(number=number, first=first, epochs=span),
+            fit.evaluation(held, validation_batch_size, validation_steps),
+            validation_freq,
+        )
+
+    def _begin_call(self) -> Progress:
+        known = self._progress
+        if known is None or known.job is not current_job():
+            known = self._progress = Progress(self.model)
+        return known
 
     def _make_loader(self, dataset: Any, **settings: Any) -> AdaptiveDataLoader:
         return AdaptiveDataLoader(
@@ -245,14 +268,17 @@ class Model:
             **settings,
         )
 
-    def _make_steps(self) -> Steps:
+    def _make_steps(self, progress: Progress) -> Steps:
         known = self._steps
         if known is not None and known.parallel is current_job().model:
-            if known.optimizer.own is self.model.optimizer:
+            same = known.optimizer.own is self.model.optimizer
+            if same and known.trains(self.model.trainable_variables):
                 return known
             known.release()
         masked = self._loading["batch_weight"] is not None
-        self._steps = Steps(self.model, self._schedule_by, masked=masked, **self._training)
+        self._steps = Steps(
+            self.model, self._schedule_by, progress, masked=masked, **self._training
+        )
         return self._steps
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> None:

@@ -35,7 +35,8 @@ class KerasOptimizer(Optimizer):
     def __init__(self, own: Any, variables: list[Any]) -> None:
         self.own = own
         """The Keras optimizer."""
-        self._variables = variables
+        self.variables = variables
+        """The variables that it trains."""
         self._stepping = False
         # An earlier job may have left without a word.
         vars(own).pop(_SEAM, None)
@@ -92,7 +93,7 @@ class KerasOptimizer(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Applies the gradient with the hyper-parameters of the moment."""
         with self._lent():
-            self.own.apply([variable.value.grad for variable in self._variables], self._variables)
+            self.own.apply([variable.value.grad for variable in self.variables], self.variables)
 
     @contextmanager
     def _lent(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
-"""Training with the torch backend: one micro-batch, one step, and their state."""
+"""Training with the torch backend: one micro-batch, and one step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from typing import Any, cast
 
@@ -10,21 +10,13 @@ import keras  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from resilin.integrations.keras.optimizer import KerasOptimizer, KerasSchedule, assign, by_name
+from resilin.integrations.keras.progress import Progress
 from resilin.integrations.keras.refusals import check_mask
 from resilin.integrations.keras.variables import Agreement
 from resilin.training.job import current_job
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
 from resilin.training.watching import record
-
-NAME = "keras"
-"""What the state of `fit` is called in that of the job."""
-_MEMORIES = {
-    "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
-    "History": ("epoch", "history"),
-    "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
-}
-"""What callbacks of Keras remember from epoch to epoch, and must not forget with a process."""
 
 
 class _Trained(nn.Module):
@@ -62,14 +54,22 @@ class Steps:
         model: The Keras model, built and compiled.
         schedule_by: What steps a LearningRateSchedule: `rule`, a clock, or `user` for once per
             optimizer step, as Keras does.
+        progress: How far the epoch is.
         masked: Whether the outputs may have a mask.
         **settings: Those of `AdaptiveDataParallel`.
     """
 
     def __init__(
-        self, model: Any, schedule_by: ScheduleBy, *, masked: bool, **settings: Any
+        self,
+        model: Any,
+        schedule_by: ScheduleBy,
+        progress: Progress,
+        *,
+        masked: bool,
+        **settings: Any,
     ) -> None:
         self._model = model
+        self._progress = progress
         self.optimizer = KerasOptimizer.of(model.optimizer, model.trainable_variables)
         """The optimizer of the model, as one of torch."""
         scheduler = None if self.optimizer.schedule is None else KerasSchedule(self.optimizer)
@@ -83,13 +83,24 @@ class Steps:
         )
         """What weighs, reduces and measures the gradient."""
         self._agreement = Agreement(model)
-        self.step = 0
-        """Steps of the epoch that are done."""
-        self.remembered: dict[str, Any] = {}
-        """What callbacks remembered in the state that the job goes on from."""
-        self.callbacks: list[Any] = []
-        """The callbacks of this `fit`: what they remember belongs to the state of the job."""
-        current_job().registry.add(NAME, self)
+
+    def trains(self, variables: list[Any]) -> bool:
+        """Whether these are the variables that it trains."""
+        mine = self.optimizer.variables
+        return [*map(id, mine)] == [*map(id, variables)]
+
+    def check(self) -> None:
+        """Called when an epoch begins: what is trained must not have changed since `fit` began.
+
+        Raises:
+            ValueError: It has.
+        """
+        if not self.trains(now := self._model.trainable_variables):
+            raise ValueError(
+                f"fit() began to train {len(self.optimizer.variables)} variables, and "
+                f"{len(now)} are trainable now: freeze and unfreeze layers between two calls of "
+                "fit(), and not in a callback"
+            )
 
     def epoch(self, loader: AdaptiveDataLoader, begins: Callable[[int], None]) -> Generator[int]:
         """Trains for one epoch, or what is left of it.
@@ -101,27 +112,24 @@ class Steps:
         Yields:
             The number of each step, behind it.
         """
-        weight = 0.0
-        try:
-            # A generator: left early, it must end before the next one begins.
-            with closing(cast(Generator[Any], iter(loader))) as batches:
-                for batch in batches:
-                    micro = current_job().micro_batch
-                    assert micro is not None
-                    if micro.index == 0:
-                        begins(self.step)
-                        self._agreement.begin_step()
-                        weight = 0.0
-                    self._train(batch, micro.weight)
-                    weight += micro.weight
-                    if micro.last:
-                        self._agreement.end_step(weight)
-                        if self._scheduler is not None:
-                            self._scheduler.step()
-                        self.step += 1
-                        yield self.step - 1
-        finally:
-            self.step = 0
+        progress, weight = self._progress, 0.0
+        # A generator: left early, it must end before the next one begins.
+        with closing(cast(Generator[Any], iter(loader))) as batches:
+            for batch in batches:
+                micro = current_job().micro_batch
+                assert micro is not None
+                if micro.index == 0:
+                    begins(progress.step)
+                    self._agreement.begin_step()
+                    weight = 0.0
+                self._train(batch, micro.weight)
+                weight += micro.weight
+                if micro.last:
+                    self._agreement.end_step(weight)
+                    if self._scheduler is not None:
+                        self._scheduler.step()
+                    progress.step += 1
+                    yield progress.step - 1
 
     def _train(self, batch: Any, weight: float) -> None:
         """One micro-batch."""
@@ -139,37 +147,5 @@ class Steps:
 
     def release(self) -> None:
         """Gives the Keras optimizer back as it was."""
-        current_job().registry.remove(NAME)
         self.parallel.release()
         self.optimizer.release()
-
-    # State ---------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """How far the epoch is, its metrics so far, and what callbacks remember."""
-        return {
-            "step": self.step,
-            "metrics": by_name(self._model.metrics_variables),
-            "callbacks": {name: _memory(callback) for name, callback in self._named()},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned; callbacks get their part by `remind`."""
-        self.step = int(state["step"])
-        assign(self._model.metrics_variables, state["metrics"])
-        self.remembered = dict(state["callbacks"])
-
-    def remind(self) -> None:
-        """Gives callbacks what they remembered, once; they forget it when training begins."""
-        remembered, self.remembered = self.remembered, {}
-        for name, callback in self._named():
-            vars(callback).update(remembered.get(name, {}))
-
-    def _named(self) -> Iterator[tuple[str, Any]]:
-        known = [callback for callback in self.callbacks if type(callback).__name__ in _MEMORIES]
-        for index, callback in enumerate(known):
-            yield f"{index}/{type(callback).__name__}", callback
-
-
-def _memory(callback: Any) -> dict[str, Any]:
-    return {name: getattr(callback, name, None) for name in _MEMORIES[type(callback).__name__]}

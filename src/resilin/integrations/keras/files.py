@@ -1,0 +1,56 @@
+"""Log files of `CSVLogger`: a call of `fit` that resumes appends, after the rows that it knows of.
+
+A row may be on disk that the state does not know of: the process was killed after it was written
+and before a state was kept. The epoch ends again then, and the row would be there twice; so the
+file is cut to what it was.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras  # type: ignore[import-untyped]
+
+POSITION = "position"
+"""What the length of the file is called in the memory of a CSVLogger."""
+
+
+def position(callback: Any) -> int | None:
+    """Bytes in the file of a CSVLogger; None for other callbacks, and files that are not here."""
+    if not isinstance(callback, keras.callbacks.CSVLogger) or callback.csv_file is None:
+        return None
+    if not callback.csv_file.closed:
+        callback.csv_file.flush()
+    return os.path.getsize(callback.filename) if os.path.isfile(callback.filename) else None
+
+
+@contextmanager
+def appending(callback: Any, known: int | None) -> Iterator[None]:
+    """Surrounds `on_train_begin` of a call that resumes: the file of a CSVLogger is kept.
+
+    Args:
+        callback: Any callback.
+        known: Bytes that the file had; what is after them is cut off.
+    """
+    if not isinstance(callback, keras.callbacks.CSVLogger):
+        yield
+        return
+    name = callback.filename
+    present = os.path.getsize(name) if os.path.isfile(name) else 0
+    if known is None or present < known:
+        warnings.warn(
+            f"{name} of {type(callback).__name__} has {present} bytes and had {known}: rows that "
+            "were written before this restart are missing",
+            stacklevel=2,
+        )
+    elif present > known:
+        os.truncate(name, known)
+    told, callback.append = callback.append, True
+    try:
+        yield
+    finally:
+        callback.append = told
