@@ -299,6 +299,12 @@ class Registry:
             self._ages[name] = self._ages.pop(old)
             self._unclaimed = self._unclaimed - {old} | {name}
 
+    def restored(self, name: str) -> Any:
+        """The state that was restored under a name and that nobody has claimed yet, or None."""
+        if self._restored is None or name not in self._unclaimed:
+            return None
+        return self._restored.state(name)
+
     def _claim(self, name: str, thing: Stateful, *, now: int | None) -> None:
         assert self._restored is not None
         thing.load_state_dict(self._restored.state(name))
