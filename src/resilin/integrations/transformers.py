@@ -10,7 +10,6 @@ the middle of an epoch at another number of processes.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from resilin.core.rules import ScalingRule
 from resilin.integrations import accelerate
 from resilin.integrations.folders import load_state, read_state, save_state
+from resilin.integrations.trainer_state import TRAINER_PARTS, TrainerPart
 from resilin.telemetry.extras import load
 from resilin.training.boundaries import end_training, start
 from resilin.training.job import Job, current_job
@@ -37,8 +37,6 @@ __all__ = ["ElasticTrainer", "ElasticTrainerMixin"]
 _hf: Any = load("transformers", "hf", "resilin.integrations.transformers")
 _utils: Any = load("accelerate.utils", "hf", "resilin.integrations.transformers")
 _Base: Any = object
-_NAME = "trainer"
-"""What the Trainer's own state is called in the state of the job."""
 _ORDERS = {"random": True, "sequential": False}
 """Whether to shuffle, by the sampling strategies that the sample stream has."""
 
@@ -70,6 +68,7 @@ class ElasticTrainerMixin(_Base):  # type: ignore[misc]
 
     optimizer: Any
     state: Any
+    control: Any
 
     def __init__(
         self,
@@ -95,6 +94,9 @@ class ElasticTrainerMixin(_Base):  # type: ignore[misc]
         self._micro_batches: Iterator[Any] | None = None
         self._reference_steps = 0.0
         self._step_lr: float | None = None
+        self._grad_norm: Any = None
+        self._part: TrainerPart | None = None
+        self._end_is_due = False
         # First of all callbacks: the others are to see what it corrects.
         self.callback_handler.callbacks.insert(0, _Counting(self))
 
@@ -237,13 +239,48 @@ class ElasticTrainerMixin(_Base):  # type: ignore[misc]
         return lr
 
     def _run_epoch(self, *, epoch: int, resume_from_checkpoint: Any = None, **kwargs: Any) -> None:
+        assert self._part is not None
         current_job().epoch = epoch
         kwargs["num_update_steps_per_epoch"] = sys.maxsize
         if self._goes_on_by_itself:
             resume_from_checkpoint = None
-        super()._run_epoch(epoch=epoch, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        self._part.put_back()
+        if self._end_is_due:
+            self._end_is_due = False
+            self._end_epoch(epoch, **kwargs)
+        else:
+            super()._run_epoch(epoch=epoch, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         # Closes the iteration where it was left, so that the job knows of it.
         self._micro_batches = None
+        left_early = self.control.should_training_stop and self._training_loader().epochs_done
+        self._part.epochs_over = min(epoch + 1, left_early or epoch + 1)
+
+    def _end_epoch(
+        self,
+        epoch: int,
+        model: Any,
+        trial: Any,
+        ignore_keys_for_eval: Any,
+        start_time: Any,
+        **_: Any,
+    ) -> None:
+        """What the stock loop does behind the last step of an epoch: evaluate, save, log."""
+        self.control.should_epoch_stop = True
+        self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+        self._maybe_log_save_evaluate(
+            self._tr_loss,
+            self._grad_norm,
+            model,
+            trial,
+            epoch,
+            ignore_keys_for_eval,
+            start_time,
+            learning_rate=self._step_lr,
+        )
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        self._grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        return self._grad_norm
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs, with what resilin knows of the step: batch size, gain, noise scale, progress."""
@@ -270,7 +307,8 @@ class ElasticTrainerMixin(_Base):  # type: ignore[misc]
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         saved = self.state
-        job.registry.add(_NAME, _TrainerPart(self))
+        part = self._part = TrainerPart(self)
+        part.register(job)
         self._goes_on_by_itself = start(job).resumed is not None
         loader.take_part()
         if resume_from_checkpoint is not None:
@@ -281,9 +319,16 @@ class ElasticTrainerMixin(_Base):  # type: ignore[misc]
                 self.state = saved
                 self._load_from_checkpoint(resume_from_checkpoint)
             if not self._goes_on_by_itself:
-                load_state(state, _NAME)
+                part.forget()
+                load_state(state, *TRAINER_PARTS)
+                part.epochs_over = loader.epochs_done
         self.state.init_training_references(self, max_steps, num_train_epochs, trial)
-        return loader.epochs_done, 0
+        # The steps of an epoch are done, and the process was lost before its evaluation.
+        ended = loader.state_dict().get("ended")
+        self._end_is_due = self._goes_on_by_itself and ended == part.epochs_over
+        # Training that has stopped does not begin again for the epochs that it has left out.
+        over = part.stopped is not None and part.stopped >= max_steps
+        return (num_train_epochs if over else part.epochs_over), 0
 
     def _training_loader(self) -> AdaptiveDataLoader:
         loader = self.get_train_dataloader()
@@ -317,11 +362,23 @@ class ElasticTrainerMixin(_Base):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        save_state(output_dir, _NAME, write=self.args.should_save)
+        save_state(output_dir, *TRAINER_PARTS, write=self.args.should_save)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._part is not None
+        self._part.put_back()
+        if self._part.stopped is None or self._part.stopped < self._reference_steps:
+            early = self._reference_steps - self._steps_done() > 1e-6
+            self._part.stopped = math.inf if early else self._reference_steps
         end_training(current_job())
         return super()._finalize_training(*args, **kwargs)
+
+    def _steps_done(self) -> float:
+        """Reference steps that are done, by the clock of the rule."""
+        job = current_job()
+        assert job.model is not None
+        reference = job.reference or self._training_loader()._reference()
+        return job.clock.read(job.model.rule.clock, reference)
 
     def _count_step(self) -> None:
         """Says how far the run has come, in its own words, behind each step."""
@@ -329,11 +386,11 @@ class ElasticTrainerMixin(_Base):  # type: ignore[misc]
         assert job.model is not None
         assert job.reference is not None
         assert job.reference.steps_per_epoch is not None
-        by = job.model.rule.clock
-        done = job.clock.read(by, job.reference)
+        done = self._steps_done()
         state.epoch = round(done / job.reference.steps_per_epoch, 9)
         # As many optimizer steps as will be made at the pace of this one.
-        pace = job.model.gain if by == "progress" else job.model.scale
+        by_progress = job.model.rule.clock == "progress"
+        pace = job.model.gain if by_progress else job.model.scale
         left = math.ceil((self._reference_steps - done) / pace - 1e-6)
         state.max_steps = state.global_step + max(0, left)
 
@@ -357,6 +414,10 @@ class _Counting(_hf.TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: ElasticTrainerMixin) -> None:
         self._trainer = trainer
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self._trainer._part is not None
+        self._trainer._part.begin()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer._count_step()
         for callback in self._trainer.callback_handler.callbacks:
@@ -368,19 +429,6 @@ class _Counting(_hf.TrainerCallback):  # type: ignore[misc]
         if current_job().recorder is not None:
             metrics: Mapping[str, Any] = kwargs["metrics"]
             record({name: value for name, value in metrics.items() if isinstance(value, float)})
-
-
-class _TrainerPart:
-    """The Trainer's own state, as a part of the state of the job."""
-
-    def __init__(self, trainer: ElasticTrainerMixin) -> None:
-        self._trainer = trainer
-
-    def state_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self._trainer.state)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._trainer.state = _hf.TrainerState(**state)
 
 
 def _refuse(trainer: Any) -> None:

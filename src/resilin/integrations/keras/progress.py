@@ -16,8 +16,8 @@ from typing import Any
 import keras  # type: ignore[import-untyped]
 
 from resilin.integrations.keras.files import POSITION, appending, position
-from resilin.integrations.keras.memory import Memory
 from resilin.integrations.keras.optimizer import assign, by_name
+from resilin.integrations.memory import Memory
 from resilin.training.job import Job, current_job
 
 NAME = "keras"

@@ -20,7 +20,6 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-import keras  # type: ignore[import-untyped]
 import numpy as np
 import torch
 from torch import Tensor
@@ -55,6 +54,8 @@ _CODE = (
     np.ufunc,
 )
 """Code has no state."""
+_LIBRARIES = ("keras", "torch", "transformers")
+"""Packages whose objects know themselves how they begin."""
 _COMPARISON = "monitor_op"
 """How callbacks that monitor something compare; chosen at the end of their first epoch."""
 _NUMBERS = {bool, int, float, str}
@@ -226,10 +227,9 @@ class _Held:
             return cls(thing, thing.getstate, thing.setstate)
         if isinstance(thing, torch.Generator):
             return cls(thing, thing.get_state, thing.set_state)
-        if isinstance(thing, keras.Variable):
-            return cls._variables(thing, [thing], without)
-        if isinstance(getattr(thing, "variables", None), list):
-            return cls._variables(thing, thing.variables, without)
+        variables = [thing] if _is_variable(thing) else getattr(thing, "variables", None)
+        if isinstance(variables, list) and all(map(_is_variable, variables)):
+            return cls._variables(thing, variables, without)
         return cls(thing, thing.state_dict, thing.load_state_dict) if _speaks(thing) else None
 
     @classmethod
@@ -252,6 +252,13 @@ class _Held:
         return cls(thing, take, give, mark)
 
 
+def _is_variable(thing: Any) -> bool:
+    """Whether it is a variable of Keras, whose value a tensor holds."""
+    return callable(getattr(thing, "assign", None)) and isinstance(
+        getattr(thing, "value", None), Tensor
+    )
+
+
 def _speaks(thing: Any) -> bool:
     return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
@@ -261,7 +268,7 @@ def _is_helper(value: Any, owner: Any) -> bool:
     if isinstance(value, _CODE) or not hasattr(value, "__dict__"):
         return False
     packages = [type(thing).__module__.partition(".")[0] for thing in (value, owner)]
-    return packages[0] == packages[1] != "keras"
+    return packages[0] == packages[1] not in _LIBRARIES
 
 
 # Plain data ----------------------------------------------------------------------------------
