@@ -263,17 +263,30 @@ def freeze(life):
     return told(model, one, two, three)
 
 
+class Ends(keras.callbacks.Callback):
+    """Writes down when a call is over: an effect that no state can undo."""
+
+    def __init__(self, path) -> None:
+        super().__init__()
+        self._path = path
+
+    def on_train_end(self, logs=None):
+        with self._path.open("a") as file:
+            file.write(f"{resilin.current_job().clock.steps} {sorted(logs)}\n")
+
+
 def rates(life):
     """Learning rates that callbacks and the script set, in calls that are killed."""
+    ends = Ends(life.folder / "ends")
     model = make_model(make_net())
     falls = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.8)
     weights = np.linspace(0.5, 2, NUM)
     kill = Kill(life, "stepped 2", "begin 1", "stepped 7", "stepped 14", "begin 0", "stepped 20")
     settings = {"sample_weight": weights, "verbose": 0}
-    one = model.fit(X, Y, epochs=2, callbacks=[falls, kill], **settings)
+    one = model.fit(X, Y, epochs=2, callbacks=[falls, ends, kill], **settings)
     model.optimizer.learning_rate = 0.3
-    two = model.fit(X, Y, epochs=4, initial_epoch=2, callbacks=[falls, kill], **settings)
-    return told(model, one, two)
+    two = model.fit(X, Y, epochs=4, initial_epoch=2, callbacks=[falls, ends, kill], **settings)
+    return told(model, one, two, ends=(life.folder / "ends").read_text())
 
 
 def two_replicas(life):

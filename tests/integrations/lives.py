@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 LIVES = 9
 """A program that is started more often than this does not get on."""
@@ -138,6 +140,17 @@ def results(module: str, folder: Path, names: Sequence[str], timeout: float) -> 
     assert done.returncode == 0, done.stderr[-5000:]
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return told
+
+
+def close_to(value: Any) -> Any:
+    """Numbers to 1e-10, everything else as it is."""
+    if isinstance(value, float):
+        return pytest.approx(value, rel=1e-10, abs=1e-10, nan_ok=True)
+    if isinstance(value, list):
+        return [close_to(item) for item in value]
+    if isinstance(value, dict):
+        return {key: close_to(item) for key, item in value.items()}
+    return value
 
 
 def main() -> None:

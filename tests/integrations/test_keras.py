@@ -21,6 +21,11 @@ from resilin.engine.group import LAUNCHER_ENV
 
 os.environ["KERAS_BACKEND"] = "torch"
 keras = pytest.importorskip("keras")
+from keras.src.trainers.data_adapters.data_adapter_utils import (  # noqa: E402
+    class_weight_to_sample_weights,
+)
+
+from resilin.integrations.keras.data import sample_weights  # noqa: E402
 from resilin.integrations.keras.variables import Agreement  # noqa: E402
 from resilin.keras import Model, ReadOut, accumulate  # noqa: E402
 from tests.replicas import assert_identical, gathered  # noqa: E402
@@ -592,6 +597,40 @@ def test_a_file_is_written_by_one_process_and_restored_models_train_on(tmp_path)
 
 
 # What is refused -----------------------------------------------------------------------------
+
+
+class Freezes(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.layers[0].trainable = epoch == 0
+
+
+def test_layers_that_a_callback_freezes_are_refused_and_between_two_calls_they_are_not_trained():
+    x, y, _ = make_data()
+    net = make_net()
+    model = Model(net, REFERENCE, rule="constant")
+    with pytest.raises(ValueError, match=r"began to train 4 variables, and 2 are trainable now"):
+        model.fit(x, y, epochs=2, callbacks=[Freezes()], verbose=0)
+    before = net.get_weights()
+    model.fit(x, y, verbose=0)
+    changed = [not np.array_equal(a, b) for a, b in zip(before, net.get_weights(), strict=True)]
+    assert changed == [False, False, True, True]
+
+
+def test_class_weights_are_those_of_keras_for_labels_of_any_kind():
+    weights = {0: 0.5, 1: 2.0, 2: 3.0}
+    for labels in (
+        np.array([0.0, 0.6, 1.4, 1.5, 2.5, 1.9999999]),
+        np.array([[0.2], [1.7]]),
+        np.eye(3)[[0, 2, 1]],
+        np.array([True, False]),
+        np.array([0, 5, 2]),
+    ):
+        expected = class_weight_to_sample_weights(labels, weights)
+        assert sample_weights(labels, weights).tolist() == expected.tolist()
+    with pytest.raises(ValueError, match="y has values that are not finite"):
+        sample_weights(np.array([1.0, np.nan]), weights)
+    with pytest.raises(ValueError, match="one array of labels, and y is a list of 2"):
+        sample_weights([np.zeros(2), np.zeros(2)], weights)
 
 
 class Custom(keras.Sequential):

@@ -4,16 +4,15 @@ import pytest
 
 pytest.importorskip("keras")
 from tests.integrations import keras_lives
-from tests.integrations.lives import results
+from tests.integrations.lives import close_to, results
 
 pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    return results(
-        "tests.integrations.keras_lives", tmp_path_factory.mktemp("lives"), (), timeout=380
-    )
+    folder = tmp_path_factory.mktemp("lives")
+    return results("tests.integrations.keras_lives", folder, (), timeout=380)
 
 
 @pytest.mark.parametrize("name", keras_lives.PROGRAMS)
@@ -23,14 +22,3 @@ def test_a_program_that_is_killed_comes_to_what_it_comes_to_undisturbed(told, na
     assert told[name]["kills"] == keras_lives.KILLS[name], told[name]["log"][-3000:]
     for what in undisturbed:
         assert killed[what] == close_to(undisturbed[what]), what
-
-
-def close_to(value):
-    """Numbers to 1e-10, everything else as it is."""
-    if isinstance(value, float):
-        return pytest.approx(value, rel=1e-10, abs=1e-10, nan_ok=True)
-    if isinstance(value, list):
-        return [close_to(item) for item in value]
-    if isinstance(value, dict):
-        return {key: close_to(item) for key, item in value.items()}
-    return value

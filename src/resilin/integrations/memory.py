@@ -153,9 +153,10 @@ class Memory:
         if own.get(_COMPARISON, _ABSENT) is None and "min_delta" in plain:
             # Keras gives `min_delta` its sign when it chooses the comparison, and then only.
             self.thing._set_monitor_op()
-        for name, before in self._before.items():
-            undone = name in own and name not in plain and _is_plain(before, before)
-            if undone and not _same(own[name], before):
+        known = {name for part in ("plain", "inner", "lost") for name in taken.get(part, ())}
+        for name in self._before.keys() & own.keys() - known:
+            before = self._before[name]
+            if _is_plain(before, before) and not _same(own[name], before):
                 own[name] = _copy(before)
         for name, value in plain.items():
             own[name] = _refill(own.get(name), _unpack(value))

@@ -324,8 +324,7 @@ class ElasticTrainerMixin(_Base):  # type: ignore[misc]
                 part.epochs_over = loader.epochs_done
         self.state.init_training_references(self, max_steps, num_train_epochs, trial)
         # The steps of an epoch are done, and the process was lost before its evaluation.
-        ended = loader.state_dict().get("ended")
-        self._end_is_due = self._goes_on_by_itself and ended == part.epochs_over
+        self._end_is_due = self._goes_on_by_itself and loader.has_passed(part.epochs_over)
         # Training that has stopped does not begin again for the epochs that it has left out.
         over = part.stopped is not None and part.stopped >= max_steps
         return (num_train_epochs if over else part.epochs_over), 0

@@ -316,6 +316,14 @@ class AdaptiveDataLoader(SizedLoader):
         batch = self._stream.batch(position, self.current_batch_size, tail=self._tail)
         return batch.start // self._stream.num_samples
 
+    def has_passed(self, epoch: int) -> bool:
+        """Whether the job resumes after the last step of this epoch: its next pass is left out.
+
+        For loops of frameworks that do more at the end of an epoch; call `take_part` before.
+        """
+        passes = self._cursor.passes
+        return passes.epoch == epoch and passes.seen < passes.complete
+
     @property
     def ends_epoch(self) -> bool:
         """Whether the epoch is over with the current step, once that is committed.

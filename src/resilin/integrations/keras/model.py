@@ -231,9 +231,9 @@ class Model:
         span = range(initial_epoch, epochs)
         number, first = progress.call(len(span))
         start(progress.job)
-        loader.take_part()
         if progress.is_over(number):
             return progress.skip(number)
+        loader.take_part()
         steps = self._make_steps(progress)
         everyone = fit.list_callbacks(callbacks)
         progress.watch(everyone, is_writer)
