@@ -42,6 +42,8 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Net(nn.Module):
+    config = None
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -240,12 +242,11 @@ def loop(life: Life, *places: str, folder: bool = False) -> dict[str, Any]:
                 life.die(name)
 
     seen, losses = resilin.Accumulator(), resilin.Accumulator()
-    clock = resilin.current_job().clock
-    rates = []
+    job = resilin.current_job()
     for epoch in resilin.remaining_epochs_until(3):
         model.train()
         for batch in loader:
-            at(f"step {clock.steps}")
+            at(f"step {job.clock.steps}")
             with accelerator.accumulate(model):
                 loss = model(**batch)["loss"]
                 accelerator.backward(loss)
@@ -256,8 +257,7 @@ def loop(life: Life, *places: str, folder: bool = False) -> dict[str, Any]:
                 optimizer.zero_grad()
             seen["samples"] += loader.current_samples
             if accelerator.sync_gradients:
-                rates.append(optimizer.param_groups[0]["lr"])
-                at(f"stepped {clock.steps}")
+                at(f"stepped {job.clock.steps}")
         model.eval()
         for batch in held:
             with torch.no_grad():
@@ -270,8 +270,8 @@ def loop(life: Life, *places: str, folder: bool = False) -> dict[str, Any]:
         samples = seen["samples"]
     return {
         "weights": weights(net),
-        "steps": [clock.steps, clock.samples, samples],
-        "rate": rates[-1],
+        "steps": [job.clock.steps, job.clock.samples, samples],
+        "rate": optimizer.param_groups[0]["lr"],
     }
 
 
