@@ -244,7 +244,8 @@ def test_of_two_states_the_newer_one_counts(tmp_path):
     checkpoint = str(tmp_path / "checkpoint-3")
     # An epoch is six equal steps, whose gradients are means of the data.
     end = (-LR * 6 * Numbers().x.mean(0)).tolist()
-    for name, done in (("newer", both.steps), ("older", both.steps[:3])):
+    # What a callback has noted survives with the job, and is not in the Trainer's checkpoints.
+    for name, done in (("newer", []), ("older", both.steps[:3])):
         trainer, rest = run(name, start=checkpoint)
         assert Counter(i for step in [*done, *rest.steps] for i in step) == ONCE
         assert trainer.state.global_step == 6

@@ -16,7 +16,8 @@ import torch
 
 from resilin.integrations.memory import Memory
 from resilin.telemetry.extras import load
-from resilin.training.job import Job
+from resilin.training.job import Job, current_job
+from resilin.training.readout import read_out
 
 _hf: Any = load("transformers", "hf", "resilin.integrations.transformers")
 _callbacks: Any = load("transformers.trainer_callback", "hf", "resilin.integrations.transformers")
@@ -27,7 +28,13 @@ _LOSSES = "trainer/losses"
 """The same for what each replica has summed since the last log."""
 TRAINER_PARTS = (_NAME,)
 """Parts that the Trainer's own checkpoint folders have already."""
-_COUNTED = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_step_lr")
+_COUNTED = (
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "_initial_global_step",
+    "_step_lr",
+    "_grad_norm",
+)
 """Attributes of the Trainer that it sets when training begins, and must not lose."""
 
 
@@ -51,6 +58,7 @@ class TrainerPart:
         self._losses = _Losses(trainer)
         self._groups: list[dict[str, Any]] | None = None
         self._evaluates = False
+        self._read_out: dict[str, float] = {}
         kept = frozenset(map(id, (trainer, trainer.model, trainer.optimizer, trainer.args)))
         self._memories = {
             f"{index}/{type(callback).__name__}": _memory(callback, kept)
@@ -67,6 +75,12 @@ class TrainerPart:
         """The Trainer goes on from a checkpoint folder of its own, and not from the job's state."""
         self._restored, self.stopped = None, None
         self._losses.restored = None
+
+    def read_out(self) -> dict[str, float]:
+        """What resilin knows of the last step, also if an earlier process has made it."""
+        if current_job().last_step is not None:
+            self._read_out = read_out()
+        return self._read_out
 
     # Beginning -----------------------------------------------------------------------------
 
@@ -85,8 +99,10 @@ class TrainerPart:
         """Called after the hooks with which training begins: what they have reset is put back."""
         restored, self._restored = self._restored, None
         if restored is None:
+            self._losses.restored = None
             return
         trainer = self._trainer
+        self._read_out = restored["read_out"]
         for name, value in restored["counted"].items():
             setattr(trainer, name, value)
         self._losses.put_back()
@@ -110,6 +126,7 @@ class TrainerPart:
             **dataclasses.asdict(trainer.state),
             "epochs_over": self.epochs_over,
             "stopped": self.stopped,
+            "read_out": self.read_out(),
             "counted": {n: getattr(trainer, n) for n in _COUNTED} if self._begun else {},
             "callbacks": {name: memory.take() for name, memory in self._memories.items()}
             if self._begun

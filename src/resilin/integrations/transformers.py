@@ -28,7 +28,6 @@ from resilin.training.boundaries import end_training, start
 from resilin.training.job import Job, current_job
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
-from resilin.training.readout import read_out
 from resilin.training.sizes import BatchSize
 from resilin.training.watching import record
 
@@ -284,8 +283,8 @@ class ElasticTrainerMixin(_Base):  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs, with what resilin knows of the step: batch size, gain, noise scale, progress."""
-        if "loss" in logs:
-            logs = {**logs, **read_out()}
+        if "loss" in logs and self._part is not None:
+            logs = {**logs, **self._part.read_out()}
         super().log(logs, *args, **kwargs)
 
     # Beginning and end ---------------------------------------------------------------------
@@ -309,7 +308,8 @@ class ElasticTrainerMixin(_Base):  # type: ignore[misc]
         saved = self.state
         part = self._part = TrainerPart(self)
         part.register(job)
-        self._goes_on_by_itself = start(job).resumed is not None
+        recovery = start(job)
+        self._goes_on_by_itself = recovery.resumed is not None
         loader.take_part()
         if resume_from_checkpoint is not None:
             state = read_state(resume_from_checkpoint)
@@ -325,8 +325,12 @@ class ElasticTrainerMixin(_Base):  # type: ignore[misc]
         self.state.init_training_references(self, max_steps, num_train_epochs, trial)
         # The steps of an epoch are done, and the process was lost before its evaluation.
         self._end_is_due = self._goes_on_by_itself and loader.has_passed(part.epochs_over)
-        # Training that has stopped does not begin again for the epochs that it has left out.
-        over = part.stopped is not None and part.stopped >= max_steps
+        # Training that has stopped does not begin again for the epochs that it has left out. A
+        # checkpoint is another matter: a run that was stopped by the clock goes on from it later.
+        same_run = self._goes_on_by_itself and "memory" in recovery.resumed_from
+        limit = part.stopped if same_run or part.stopped != math.inf else None
+        over = limit is not None and limit >= max_steps
+        part.stopped = limit
         return (num_train_epochs if over else part.epochs_over), 0
 
     def _training_loader(self) -> AdaptiveDataLoader:

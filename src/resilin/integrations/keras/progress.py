@@ -171,7 +171,7 @@ class Progress:
     def ended(self) -> None:
         """The call is over; its History stays."""
         self._histories.append({"epoch": self._history.epoch, "history": self._history.history})
-        self._begun = False
+        self._fit, self._begun = self._fit + 1, False
         self._named = {}
 
     def share(self) -> None:
