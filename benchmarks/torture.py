@@ -21,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import finish
 
 from tests.fuzz.driver import Outcome, run_cases, scratch
-from tests.fuzz.program import Case, generate
+from tests.fuzz.program import Case, generate, generate_home
 from tests.fuzz.shrink import keep, shrink
 
 FUZZ = Path(__file__).parents[1] / "tests" / "fuzz"
@@ -48,6 +49,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the fixed list only")
     parser.add_argument("--check", action="store_true", help="exit 1 if anything is different")
     parser.add_argument("--seed", help="`new` for unused seeds, or a number to begin at")
+    parser.add_argument("--family", default="loops", help="loops, or a module of families/")
     parser.add_argument("--num", type=int, help="how many programs, from --seed on")
     parser.add_argument("--minutes", type=float, help="how long to hunt")
     parser.add_argument("--replay", type=Path, help="a case that was kept")
@@ -67,16 +69,17 @@ def wanted(args: argparse.Namespace, outcomes: list[Outcome]) -> Iterator[list[C
         yield [Case.from_json(args.replay.read_text())]
         return
     if args.seed is not None:
+        make = generate if args.family == "loops" else partial(generate_home, family=args.family)
         first = random.SystemRandom().randrange(10**6, 10**9) if args.seed == "new" else None
         start = first if first is not None else int(args.seed)
         if args.minutes is None:
             num = args.num or 1
             for begin in range(start, start + num, BATCH):
-                yield [generate(s) for s in range(begin, min(begin + BATCH, start + num))]
+                yield [make(s) for s in range(begin, min(begin + BATCH, start + num))]
             return
         end = time.monotonic() + 60 * args.minutes
         while time.monotonic() < end:
-            yield [generate(seed) for seed in range(start, start + BATCH)]
+            yield [make(seed) for seed in range(start, start + BATCH)]
             start += BATCH
         return
     cases = found() + [generate(seed) for seed in QUICK_SEEDS]
