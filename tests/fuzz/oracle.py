@@ -31,6 +31,7 @@ class Oracle:
         self.samples = 0
         self.sample_steps = 0.0
         self.epoch = 0
+        self.left = False
         self.data = parts.train_data(program)
         self.test = parts.test_data(program)
         self.net = parts.make_net(program)
@@ -107,6 +108,10 @@ class Oracle:
 
     def _epoch(self) -> None:
         p, n = self.p, self.p.num_samples
+        if p.recreate and self.left:
+            # The loader that was left is gone, and its pass with it.
+            self.cursor = -(-self.cursor // n) * n
+        self.left = False
         end = 0 if self.diary is not None else (self._span().start // n + 1) * n
         while self._in_epoch(end):
             span = self._span()
@@ -122,6 +127,7 @@ class Oracle:
             if p.evaluate != "none" and p.evaluate_every and self.steps % p.evaluate_every == 0:
                 self._evaluate()
             if p.break_after is not None and self.steps >= (self.epoch + 1) * p.break_after:
+                self.left = True
                 return
         self.cursor = max(self.cursor, end)
 

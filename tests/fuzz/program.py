@@ -389,6 +389,9 @@ def possible(case: Case) -> Case:
             fixes["schedule"] = "epoch"
         fixes["tail"] = "straddle" if p.tail == "straddle" else "short"
         fixes["scaler"], fixes["break_after"] = False, None
+    if p.recreate and p.sizes == "once":
+        # A new loader begins as it was made.
+        fixes["sizes"], fixes["trace"] = "fixed", ()
     if p.schedule == "clock" and p.scheduler in ("none", "ReduceLROnPlateau"):
         fixes["schedule"] = "epoch"
     if p.dropout:

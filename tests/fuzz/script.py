@@ -29,7 +29,8 @@ def write(p: Program) -> str:
     add(f"scheduler = {'parts.make_scheduler(p, optimizer)' if p.scheduler != 'none' else None}")
     add(f"scaler = {'parts.make_scaler()' if p.scaler else None}")
     lines += _wrap(p)
-    lines += _loader(p, "")
+    if not p.recreate:
+        lines += _loader(p, "")
     if p.evaluate != "none":
         lines += _evaluation(p)
     add("history = parts.History()")

@@ -49,6 +49,8 @@ class Cursor:
         """What chose the batch sizes of that loader, if anything did."""
         self.epoch: int | None = None
         """The epoch in which its loader trained last."""
+        self.chosen: int | str | None = None
+        """The batch size that the loop has set for its loader, or in words what else it has set."""
 
     def use(self, owner: object, stream: SampleStream, epoch: int, *, made_within: bool) -> None:
         """Makes it that of a loader that begins a pass.
@@ -79,7 +81,8 @@ class Cursor:
 
     def state_dict(self) -> dict[str, Any]:
         """The data state: which stream, where in it, and which passes of the epoch are complete."""
-        return {**self.stream.state(self.position), **self.passes.state()}
+        chosen = {} if self.chosen is None else {"batch_size": self.chosen}
+        return {**self.stream.state(self.position), **self.passes.state(), **chosen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` returned.
@@ -97,6 +100,7 @@ class Cursor:
             own = self.stream.state(0)
             state = {**state, **{name: own[name] for name in _ORDER}}
         self.position = self.stream.resume(state)
+        self.chosen = state.get("batch_size")
         self.num_loads += 1
         self.passes = PassCount.from_state(state, self.position)
 

@@ -305,7 +305,13 @@ class AdaptiveDataLoader(SizedLoader):
 
         job.registry.add(self._name, self._cursor, ages=False, former=find)
         self._cursor.use(self._identity, self._stream, job.epoch, made_within=self._made_within)
-        self._sizes.take_part(job, f"{self._name}/autoscale", self._cursor, autoscaler_of)
+        self._sizes.take_part(
+            job,
+            f"{self._name}/autoscale",
+            self._cursor,
+            autoscaler_of,
+            made_within=self._made_within,
+        )
 
     @property
     def epochs_done(self) -> int:

@@ -38,6 +38,10 @@ class SizedLoader:
     def set_batch_size(self, batch_size: BatchSize) -> None:
         """Sets the global batch size from the next step on.
 
+        A number that is set while the job runs is a part of its state. Anything else that is set
+        then has to be set again by a job that was resumed, or its first step is refused: set it
+        before the loop over epochs, or at the beginning of every epoch.
+
         Args:
             batch_size: A number, a `BatchTrace` (by optimizer step), a `Schedule`, or a function
                 of the clock. The learning rate follows by the rule of the model.

@@ -23,6 +23,12 @@ BatchSize = int | Schedule[int] | BatchTrace | Callable[[Clock], int]
 """A global batch size, or what it follows: a schedule, a trace, or a function of the clock."""
 
 
+def _described(batch_size: BatchSize) -> str:
+    if isinstance(batch_size, Schedule | BatchTrace):
+        return f"a {type(batch_size).__name__}"
+    return "a function of the clock"
+
+
 class BatchSizes:
     """The batch sizes of one loader: set by the user, or chosen by an autoscaler."""
 
@@ -31,6 +37,8 @@ class BatchSizes:
         self._max_local_bsz = max_local_bsz
         self._bounds = self._within(BatchBounds())
         self._wanted: BatchSize = reference.batch_size
+        self._in_loop: int | str | None = None
+        self._cursor: Cursor | None = None
         self._own_clock = Clock()
         self._replayed: BatchTrace | None = None
         self.room = room
@@ -46,6 +54,7 @@ class BatchSizes:
             logger.debug("a trace is being replayed: the batch size %s waits", batch_size)
         self._wanted = batch_size
         self._forget_autoscaler()
+        self._note(batch_size if isinstance(batch_size, int) else _described(batch_size))
 
     def autoscale(self, bounds: BatchBounds) -> None:
         """The autoscaler chooses, within these bounds and those of the loader."""
@@ -60,6 +69,43 @@ class BatchSizes:
         self._bounds = bounds
         if self._replayed is None:
             self.autoscaler = Autoscaler(current_job(), batch_size, bounds, self.room)
+        self._note("autoscale_batch_size()")
+
+    def _note(self, chosen: int | str) -> None:
+        """Makes a choice of the running loop a part of the state.
+
+        What a script sets before the job starts, it sets again after a restart. What its loop sets,
+        as in `if epoch == 5`, it may not.
+        """
+        if current_job().recovery is not None:
+            self._in_loop = chosen
+            if self._cursor is not None:
+                self._cursor.chosen = chosen
+
+    def _take_over(self, cursor: Cursor, *, made_within: bool) -> None:
+        """Sets what the loop had set before a restart, unless it has set something since.
+
+        Args:
+            cursor: That of the loader.
+            made_within: Whether the loader was made within an epoch: it begins as it was made.
+
+        Raises:
+            RuntimeError: The loop had set something that cannot be kept, and has not set it again.
+        """
+        self._cursor = cursor
+        if self._in_loop is not None or made_within:
+            cursor.chosen = self._in_loop
+        elif isinstance(cursor.chosen, int):
+            if cursor.chosen != self._wanted:
+                logger.info("the batch size is %d again, as the loop had set it", cursor.chosen)
+            self._in_loop = self._wanted = cursor.chosen
+            self._forget_autoscaler()
+        elif cursor.chosen is not None and self._replayed is None:
+            raise RuntimeError(
+                f"the loop had set the batch size to {cursor.chosen} after the job had started, "
+                "and has not set it again since the job was resumed. What is not a number cannot "
+                "be kept: set it before the loop over epochs, or at the beginning of every epoch"
+            )
 
     def _within(self, bounds: BatchBounds) -> BatchBounds:
         """No micro-batch is larger than the loader was told that one may be."""
@@ -79,7 +125,9 @@ class BatchSizes:
             voters.remove(self.autoscaler)
         self.autoscaler = None
 
-    def take_part(self, job: Job, name: str, cursor: Cursor, former: FormerName) -> None:
+    def take_part(
+        self, job: Job, name: str, cursor: Cursor, former: FormerName, *, made_within: bool
+    ) -> None:
         """The loader trains: its autoscaler has state, and a voice in the ballots.
 
         A trace that is to be replayed takes the place of what the script chose.
@@ -90,12 +138,14 @@ class BatchSizes:
             cursor: That of the loader. A loader that was made anew continues with what the
                 autoscaler of the one before it has learned.
             former: Another name that restored state of it may have.
+            made_within: Whether the loader was made within an epoch.
         """
         if self._replayed is None and (trace := steering.batch_trace()) is not None:
             job.replays = steering.trace_source()
             logger.info("the batch size follows %s, not the script", job.replays)
             self._replayed = trace
             self._forget_autoscaler()
+        self._take_over(cursor, made_within=made_within)
         job.autoscaler = self.autoscaler
         previous, cursor.autoscaler = cursor.autoscaler, self.autoscaler
         if previous is not self.autoscaler and previous in job.voters:
