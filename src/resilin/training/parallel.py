@@ -33,6 +33,7 @@ from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
 from resilin.training import steering
 from resilin.training.ballot import Ballot
 from resilin.training.estimates import NoiseEstimates
+from resilin.training.freezing import Frozen
 from resilin.training.gradient.arguments import check_model
 from resilin.training.gradient.flow import StepFlow
 from resilin.training.gradient.records import Part, StepStart
@@ -150,6 +151,7 @@ class AdaptiveDataParallel(nn.Module):
     def _register(self, scheduler: LRScheduler | None, scaler: torch.amp.GradScaler | None) -> None:
         parts: dict[str, Any] = {
             "model": self.module,
+            "frozen": Frozen(self.module),
             "optimizer": self.optimizer,
             "noise": self._estimates,
             "scheduler": self._scheduler or scheduler,
