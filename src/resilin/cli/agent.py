@@ -1,19 +1,21 @@
 """torchrun's agent, which also says what it does: one line for each thing that happened.
 
 The agent is torch's own, class and decisions. Added are the points at which it speaks, the names
-of the machines in a generation, and three decisions. A script that fails again and again right
-after its start is not restarted for ever. Workers that have just been started are restarted when an
-agent of theirs is gone: while they meet, they would wait for one that never comes. And agents meet
-again when one of them goes while they deal out ranks, where torch's would end.
+of the machines in a generation, and four decisions. A script that fails again and again without a
+new step is not restarted for ever. A worker that holds up the others is ended. Workers that have
+just been started are restarted when an agent of theirs is gone: while they meet, they would wait
+for one that never comes. And agents meet again when one of them goes while they deal out ranks,
+where torch's would end.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import socket
 import time
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import DistStoreError
@@ -28,16 +30,15 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from resilin.cli.errors import say
+from resilin.cli.hang import Local, Watchdog
 from resilin.core.events import FaultEvent
+from resilin.core.lives import Lives
 from resilin.engine import environment
 from resilin.engine.stop import RESTART
+from resilin.engine.torchrun import process_gone, process_start
 from resilin.telemetry.log import EventLog
 from resilin.telemetry.read import last_event
 
-MAX_EARLY_FAILURES = 5
-"""Generations that may fail early one after the other."""
-EARLY = 30.0
-"""Seconds from the start of the workers within which a failure is early."""
 STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit codes of a worker that was told to stop, without and with a handler of its own."""
 FORMING = 300.0
@@ -45,6 +46,9 @@ FORMING = 300.0
 torch's agents wait that long for each other in the end."""
 MAX_LINES = 8
 """Workers of one failure that get a line each."""
+ALONE = 30.0
+"""Seconds after which it is said that a worker has left while others go on: at the end of a job
+they do not leave at the same moment."""
 
 
 class SpeakingAgent(LocalElasticAgent):
@@ -52,8 +56,9 @@ class SpeakingAgent(LocalElasticAgent):
 
     Args:
         spec: The workers.
-        bound_early_failures: Whether a script that keeps failing right after its start is given up
-            before its restarts are used up.
+        watchdog: Watches over the workers.
+        bound_fruitless: Whether a script that keeps failing without a new step is given up before
+            its restarts are used up.
         farewell: Seconds for which the job is closed but still answers. Needed of the agent that
             the others meet at: with it goes the store that tells them that the job is over.
         args: What else torch's agent takes.
@@ -64,16 +69,21 @@ class SpeakingAgent(LocalElasticAgent):
         self,
         spec: WorkerSpec,
         *args: Any,
-        bound_early_failures: bool,
+        watchdog: Watchdog,
+        bound_fruitless: bool,
         farewell: float,
         **kwargs: Any,
     ) -> None:
         super().__init__(spec, *args, **kwargs)
         self._farewell = farewell
-        self._max_early_failures = MAX_EARLY_FAILURES if bound_early_failures else math.inf
+        self._watchdog = watchdog
+        self._bound_fruitless = bound_fruitless
+        self._lives = Lives()
+        self._last_failure = ""
         self._machines: dict[str, int] = {}
         self._started = 0.0
-        self._num_early_failures = 0
+        self._starts: dict[int, str | None] = {}
+        self._left: dict[int, _Left] = {}
 
     def run(self, *args: Any, **kwargs: Any) -> RunResult:
         """Runs until the job is over, and says how it ended."""
@@ -98,10 +108,12 @@ class SpeakingAgent(LocalElasticAgent):
         restarts = max_restarts - self._remaining_restarts
         if not result.is_failed():
             say(f"finished after {_count(restarts, 'restart')}" if restarts else "finished")
-        elif self._num_early_failures >= self._max_early_failures:
+        elif self._bound_fruitless and self._lives.hopeless:
+            best = self._lives.best
+            where = "made no step" if best is None else f"made no new step after step {best}"
             say(
-                f"gave up: {self._num_early_failures} times in a row, workers failed within "
-                f"{EARLY:.0f} s of their start (--max-restarts N restarts them N times)"
+                f"gave up: {self._lives.fruitless} lives in a row {where}; the last one ended "
+                f"because {self._last_failure} (--max-restarts N restarts them N times)"
             )
         else:
             say(f"gave up after {_count(restarts, 'restart')} (--max-restarts {max_restarts})")
@@ -163,8 +175,18 @@ class SpeakingAgent(LocalElasticAgent):
         log.close()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._watchdog.forget()
         pids: dict[int, Any] = super()._start_workers(worker_group)
         self._started = time.monotonic()
+        self._left = {}
+        self._starts = {pid: process_start(pid) for pid in pids.values()}
+        self._watchdog.begin(
+            [
+                Local(worker.local_rank, worker.global_rank, pids[worker.local_rank])
+                for worker in worker_group.workers
+            ],
+            worker_group.workers[0].world_size,
+        )
         ranks = [worker.global_rank for worker in worker_group.workers]
         machines = _count(worker_group.group_world_size or 1, "agent")
         say(
@@ -174,27 +196,86 @@ class SpeakingAgent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        # Looked at before torch looks: it stops the others as soon as one has failed.
+        self._note_leavers(worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED}:
-            lifetime = time.monotonic() - self._started
-            failures = _causes(result.failures)
-            if not failures:  # workers that hang in the kernel are alive, and cannot be killed
-                say(f"workers stopped responding after {lifetime:.1f} s")
-            for rank, failure in failures[:MAX_LINES]:
-                say(f"rank {rank} {_ending(failure)} after {lifetime:.1f} s")
-                if failure.exitcode != RESTART:
-                    self._record("worker_lost", f"rank {rank} {_ending(failure)}", rank)
-            if len(failures) > MAX_LINES:
-                say(f"and {len(failures) - MAX_LINES} more")
-            asked = any(failure.exitcode == RESTART for _, failure in failures)
-            is_early = lifetime < EARLY and not asked
-            self._num_early_failures = self._num_early_failures + 1 if is_early else 0
-            if self._num_early_failures >= self._max_early_failures:
-                self._remaining_restarts = 0
-        elif result.state == WorkerState.HEALTHY and self._misses_an_agent(worker_group):
-            say("an agent is gone: restarting the workers")
-            super()._restart_workers(worker_group)
+            self._report_failure(result)
+        elif result.state == WorkerState.HEALTHY:
+            self._report_leavers(alone=True)
+            if self._misses_an_agent(worker_group):
+                say("an agent is gone: restarting the workers")
+                super()._restart_workers(worker_group)
+            else:
+                self._end_those_that_hang()
         return result
+
+    def _report_failure(self, result: RunResult) -> None:
+        lifetime = time.monotonic() - self._started
+        failures = _causes(result.failures)
+        self._report_leavers(failed=result.failures)
+        if not failures:  # workers that hang in the kernel are alive, and cannot be killed
+            say(f"workers stopped responding after {lifetime:.1f} s")
+            self._last_failure = "workers stopped responding"
+        for rank, failure in failures[:MAX_LINES]:
+            say(f"rank {rank} {_ending(failure)} after {lifetime:.1f} s")
+            if failure.exitcode != RESTART:
+                self._record("worker_lost", f"rank {rank} {_ending(failure)}", rank)
+        if len(failures) > MAX_LINES:
+            say(f"and {len(failures) - MAX_LINES} more")
+        for rank, failure in failures[:1]:
+            error = self._watchdog.error(rank)
+            self._last_failure = f"rank {rank} {_ending(failure)}" + (f": {error}" * bool(error))
+        if not any(failure.exitcode == RESTART for _, failure in failures):
+            self._lives = self._lives.after(self._watchdog.life(lifetime))
+        if self._bound_fruitless and self._lives.hopeless:
+            self._remaining_restarts = 0
+
+    def _end_those_that_hang(self) -> None:
+        """Ends the workers that hold up the others; torch then sees them fail, and restarts all."""
+        held_up = self._watchdog.look()
+        if held_up is None:
+            return
+        found, workers = held_up
+        for worker in workers:
+            detail = f"rank {worker.rank} made no progress for {found.quiet:.0f} s"
+            self._record("worker_hung", detail, worker.rank)
+        ranks = ", ".join(str(worker.rank) for worker in workers)
+        which = f"rank {ranks}" if len(workers) == 1 else f"ranks {ranks}"
+        say(f"ending {which}, so that the workers are restarted")
+        self._watchdog.kill(workers)
+
+    def _note_leavers(self, worker_group: WorkerGroup) -> None:
+        """Notes workers that are done while others are not, as far as can be known."""
+        now = time.monotonic()
+        told = {worker.rank for worker in self._watchdog.left()}
+        for worker in worker_group.workers:
+            rank, pid = worker.global_rank, worker.id
+            left = self._left.get(rank)
+            if left is not None:
+                left.looks += 1
+            elif rank in told or process_gone(pid, self._starts.get(pid)):
+                self._left[rank] = _Left(pid, now, certain=rank in told)
+
+    def _report_leavers(self, *, failed: Collection[int] = (), alone: bool = False) -> None:
+        """Says who left with exit code 0 while others went on.
+
+        Args:
+            failed: Ranks that failed. Then all others that had left before are named.
+            alone: Name those that left a while ago, though nobody has failed.
+        """
+        now = time.monotonic()
+        for rank, left in sorted(self._left.items()):
+            # torch has looked since then, and would have said if it was another exit code.
+            known = left.certain or left.looks > 0
+            waited = now - left.when
+            if rank in failed or left.said or not known or (alone and waited < ALONE):
+                continue
+            left.said = True
+            when = left.when - self._started
+            text = f"rank {rank} (process {left.pid}) left with exit code 0 after {when:.1f} s"
+            say(f"{text}, while others went on")
+            self._record("worker_left", text, rank)
 
     def _misses_an_agent(self, worker_group: WorkerGroup) -> bool:
         """Whether somebody has left this generation while it is young, and nobody waits to join.
@@ -218,6 +299,22 @@ class SpeakingAgent(LocalElasticAgent):
             number = spec.max_restarts - self._remaining_restarts
             say(f"restarting the workers (restart {number} of {spec.max_restarts})")
         super()._restart_workers(worker_group)
+
+
+@dataclass
+class _Left:
+    """A worker that is done."""
+
+    pid: int
+    """Its process."""
+    when: float
+    """When that was seen."""
+    certain: bool
+    """Whether it has said so itself."""
+    looks: int = 0
+    """How often torch has looked at it since."""
+    said: bool = False
+    """Whether it was named."""
 
 
 def _host() -> str:

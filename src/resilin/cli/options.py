@@ -15,6 +15,8 @@ import uuid
 import torch
 import torch.distributed.run as torchrun
 
+from resilin.core.hang import PATIENCE
+from resilin.engine import environment
 from resilin.engine.environment import parse_every
 
 RENDEZVOUS = {"last_call_timeout": 2, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}
@@ -28,6 +30,8 @@ STOP_SIGNALS = (
     signal.SIGUSR1,
 )
 """What stops the job here after the workers have been told; SIGUSR1 is the notice of Slurm."""
+HANG_TIMEOUT = 600
+"""Seconds without progress in a step; torch's own limit for a collective is three times that."""
 SHUTDOWN_TIMEOUT = 30
 """Seconds that workers have to save their state before they are killed."""
 
@@ -83,6 +87,13 @@ def parser() -> argparse.ArgumentParser:
         help="Where the events of the run are written down, for resilin top and resilin report. "
         "Default: resilin-runs/ID, by the id of the job.",
     )
+    group.add_argument(
+        "--hang-timeout",
+        metavar="SECONDS|off",
+        help="How long a step may make no progress; then the worker that holds it up is named and "
+        f"all are restarted. {PATIENCE:g} times as long outside of steps, more where steps take "
+        f"long. Default: {environment.HANG_TIMEOUT}, or {HANG_TIMEOUT}.",
+    )
     defaults = {
         "nproc_per_node": "auto" if torch.accelerator.is_available() else "1",
         "nnodes": None,
@@ -110,6 +121,7 @@ def complete(args: argparse.Namespace) -> None:
             parse_every(args.checkpoint_every)
         except ValueError as error:
             raise ValueError(f"--checkpoint-every: {error}") from None
+    hang_timeout(args)
     if args.warm and (args.module or args.no_python or args.run_path):
         raise ValueError(
             "--warm runs a Python script: it does not go with --module, --no-python or --run-path"
@@ -141,6 +153,26 @@ def complete(args: argparse.Namespace) -> None:
         args.rdzv_conf = f"{defaults},{args.rdzv_conf}".rstrip(",")
     args.nnodes = args.nnodes or "1:1"
     args.rdzv_id = args.rdzv_id or uuid.uuid4().hex[:12]
+
+
+def hang_timeout(args: argparse.Namespace) -> float:
+    """Seconds without progress in a step after which a job is taken to be stuck; may be infinite.
+
+    Raises:
+        ValueError: It is no number of seconds.
+    """
+    if args.hang_timeout is not None:
+        return _hang_timeout("--hang-timeout", args.hang_timeout)
+    return _hang_timeout(
+        environment.HANG_TIMEOUT, os.environ.get(environment.HANG_TIMEOUT, str(HANG_TIMEOUT))
+    )
+
+
+def _hang_timeout(name: str, text: str) -> float:
+    try:
+        return environment.parse_hang_timeout(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def stop_signals() -> list[signal.Signals]:

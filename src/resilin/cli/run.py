@@ -11,8 +11,10 @@ import argparse
 import logging
 import os
 import shlex
+import shutil
 import signal
 import socket
+import tempfile
 import traceback
 from collections.abc import Sequence
 from functools import partial
@@ -32,8 +34,9 @@ from torch.distributed.elastic.rendezvous import (
 from resilin.cli import preflight, warm
 from resilin.cli.agent import SpeakingAgent
 from resilin.cli.errors import say, told
+from resilin.cli.hang import Watchdog
 from resilin.cli.memory import MemoryDirectory
-from resilin.cli.options import complete, parser, stop_signals
+from resilin.cli.options import complete, hang_timeout, parser, stop_signals
 from resilin.engine import environment
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -69,14 +72,17 @@ def main(arguments: Sequence[str]) -> int:
     for number in stop_signals():
         # torch listens from the first start of the workers on; the wait for others comes before.
         signal.signal(number, _stop)
+    timeout = hang_timeout(args)
     memory: MemoryDirectory | None = None
     code = 1
     try:
         memory = prepare(args)
+        os.environ[environment.PULSE_DIR] = _pulse_directory(memory)
         # torch's launcher builds the agent by this name, and has no other place to put one in.
         vars(launcher)["LocalElasticAgent"] = partial(
             SpeakingAgent,
-            bound_early_failures=bound,
+            watchdog=Watchdog(Path(os.environ[environment.PULSE_DIR]), timeout),
+            bound_fruitless=bound,
             farewell=FAREWELL if is_here(args.rdzv_endpoint) else 0,
         )
         config, entrypoint, arguments = torchrun.config_from_args(args)
@@ -106,6 +112,7 @@ def main(arguments: Sequence[str]) -> int:
         say(f"failed: {type(error).__name__}: {error} (RESILIN_LOG=DEBUG shows where)")
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)  # all is over but for a moment's tidying
+    shutil.rmtree(os.environ.pop(environment.PULSE_DIR, ""), ignore_errors=True)
     if memory is not None:
         _leave(memory, args.rdzv_id, code)
     return code
@@ -151,6 +158,14 @@ def prepare(args: argparse.Namespace) -> MemoryDirectory | None:
     memory = MemoryDirectory(parent, args.rdzv_id, args.rdzv_endpoint)
     os.environ[environment.MEMORY_DIR] = str(memory.path)
     return memory
+
+
+def _pulse_directory(memory: MemoryDirectory | None) -> str:
+    """Makes the directory in which workers show this agent what they do."""
+    if memory is None:
+        return tempfile.mkdtemp(prefix="resilin-pulse-")
+    # Several agents may share the memory of the job, and one that was killed left its own.
+    return tempfile.mkdtemp(prefix="pulse-", dir=memory.path)
 
 
 def _leave(memory: MemoryDirectory, run_id: str, code: int) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from resilin.engine.pulse import Pulse
 from resilin.engine.stop import StopRequest
 
 CONTROL_TIMEOUT = timedelta(minutes=10)
@@ -36,6 +37,8 @@ class Engine:
         """The period of fixed membership that this is. Training sets it when it restores state."""
         self.stop = StopRequest()
         """Whether this replica was asked to stop."""
+        self.pulse = Pulse()
+        """What it shows of itself to whoever supervises it."""
         self._groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
     # Who we are ----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import sys
@@ -18,6 +19,10 @@ CHECKPOINT_EVERY = "RESILIN_CHECKPOINT_EVERY"
 """How often, as `500steps`, `90s`, `10min` or `1h`, unless the script says it."""
 MEMORY_DIR = "RESILIN_MEMORY_DIR"
 """Where this host keeps its copy of the newest state: a directory in memory. `off` keeps none."""
+HANG_TIMEOUT = "RESILIN_HANG_TIMEOUT"
+"""Seconds without progress after which the agent takes a job to be stuck, or `off`."""
+PULSE_DIR = "RESILIN_PULSE_DIR"
+"""Where workers show their agent what they do; set by the agent, for its own workers."""
 AGENT = "RESILIN_AGENT"
 """Process of the agent that supervises this one, where that is not the parent."""
 LOG = "RESILIN_LOG"
@@ -82,6 +87,23 @@ class _OneLine(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line itself. A traceback that follows it keeps its lines."""
         return clean(super().formatMessage(record))
+
+
+def parse_hang_timeout(text: str) -> float:
+    """Reads a number of seconds, or `off`, which is infinity.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if text.strip() == OFF:
+        return math.inf
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{text!r} must be a number of seconds above 0, or {OFF}")
+    return seconds
 
 
 def log_to_stderr() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from resilin.engine import devices, ray
+from resilin.engine import devices, pulse, ray
 from resilin.engine.base import Engine
 from resilin.engine.single import Single
 from resilin.engine.torchrun import Torchrun
@@ -60,6 +60,7 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAU
             f"the launcher's environment is incomplete: {', '.join(present)} set, "
             f"{', '.join(missing)} missing; start the job with torchrun, or set none of them"
         )
+    pulse.announce()
     kind = devices.here()
     if "LOCAL_RANK" in os.environ:
         kind.choose(int(os.environ["LOCAL_RANK"]))

@@ -12,7 +12,7 @@ import signal
 import time
 from typing import NoReturn
 
-from resilin.engine import environment
+from resilin.engine import environment, pulse
 from resilin.engine.base import Engine
 from resilin.engine.processes import process_gone as process_gone
 from resilin.engine.processes import process_start as process_start
@@ -40,6 +40,7 @@ class Torchrun(Engine):
         self._parent = os.getppid()
         self._agent = int(os.environ.get(environment.AGENT, self._parent))
         self._agent_start = process_start(self._agent)
+        self.pulse = pulse.of_this_process()
 
     @property
     def host(self) -> int:

@@ -6,11 +6,49 @@ where the loader is not one of resilin's.
 
 from __future__ import annotations
 
+import torch
+
+from resilin.core.hang import Phase
 from resilin.engine import environment, lost
 from resilin.training.job import Job
 from resilin.training.protection import from_environment
 from resilin.training.recorder import Recorder, log_directory
 from resilin.training.recovery import Recovery
+
+
+class _Arrivals:
+    """Shows the agent that this replica waits for the others, and when it does so no more.
+
+    It votes for nothing: it is asked when the replica's own part of the gradient is complete.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def votes(self) -> tuple[float, ...]:
+        """Nothing."""
+        self._job.engine.pulse.beat(Phase.WAITING, self._job.clock.steps)
+        return ()
+
+    def counted(self, votes: tuple[float, ...]) -> None:
+        """The reduction is over."""
+        self._job.engine.pulse.beat(Phase.AFTER, self._job.clock.steps)
+
+
+def _show(job: Job) -> None:
+    """Shows the agent from now on what this replica does."""
+    pulse = job.engine.pulse
+    job.voters.append(_Arrivals(job))
+    pulse.start(job.clock.steps)
+    pulse.follow(lambda: job.model is not None and not job.model.training)
+
+    def forward_begins(module: torch.nn.Module, _: object) -> None:
+        trains = module.training and torch.is_grad_enabled()
+        pulse.beat(Phase.STEP if trains else Phase.BETWEEN, job.clock.steps)
+
+    if isinstance(job.model, torch.nn.Module):
+        # So that a long evaluation is seen to get on, and a step of many micro-batches, too.
+        job.model.register_forward_pre_hook(forward_begins)
 
 
 def start(job: Job) -> Recovery:
@@ -22,6 +60,8 @@ def start(job: Job) -> Recovery:
         job.recovery = Recovery(job, job.protection or from_environment())
         job.recovery.start()
         job.recorder = Recorder(job, log_directory(job), job.recovery.resumed_from)
+        if job.engine.pulse.shown:
+            _show(job)
     assert isinstance(job.recovery, Recovery)
     job.recovery.listen()
     return job.recovery
@@ -32,6 +72,7 @@ def _step_over(job: Job, asked_by: object = None) -> tuple[Recovery, Recorder]:
     recovery = start(job)
     if job.model is not None:
         job.model.body_over()
+    job.engine.pulse.beat(Phase.BETWEEN, job.clock.steps)
     assert isinstance(job.recorder, Recorder)
     if job.model is not None:
         job.model.close_step(asked_by)
@@ -45,6 +86,7 @@ def begin_step(job: Job, asked_by: object = None) -> None:
     recovery.between_steps()
     job.engine.begin_step()
     recorder.step_begins()
+    job.engine.pulse.begin_step()
 
 
 def end_epoch(job: Job, asked_by: object = None) -> None:
@@ -59,3 +101,4 @@ def end_training(job: Job) -> None:
     recovery, _ = _step_over(job)
     recovery.between_steps()
     recovery.finish()
+    job.engine.pulse.beat(Phase.DONE, job.clock.steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from resilin.core import _validate
+from resilin.core.hang import Phase
 from resilin.training.boundaries import start
 from resilin.training.job import current_job
 
@@ -28,10 +29,12 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
             job.cursors.begin_epoch()
             yield job.epoch
             job.epoch += 1
+            job.engine.pulse.beat(Phase.BETWEEN, job.clock.steps)
             recovery.between_epochs()
     finally:
         job.cursors.end_epochs()
     recovery.finish()
+    job.engine.pulse.beat(Phase.DONE, job.clock.steps)
 
 
 def begin_epoch(epoch: int) -> None:

@@ -1,0 +1,269 @@
+"""What a worker shows of itself to the agent that supervises it: in a small file in memory.
+
+A worker that waits for another one, hangs in its own code, or was stopped, cannot say so. So each
+of them writes down what it does while it does it, which costs less than a microsecond, and the
+agent looks at all of them. The file outlives the worker, and tells afterwards how far it came.
+
+What the worker's own stacks are, only it can say. It is asked by a signal, which works while the
+main thread waits in native code, but not while the process is stopped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from resilin.core.hang import Phase
+from resilin.core.text import clean
+from resilin.engine import environment
+
+STACKS: int | None = getattr(signal, "SIGRTMIN", None)
+"""The signal that asks a worker for its stacks; None where the system has none to spare. Those with
+names (SIGUSR2) belong to scripts and schedulers."""
+INTERVAL = 1.0
+"""Seconds between two signs of life."""
+_RECORD = struct.Struct("<8s8q")
+_MAGIC = b"pulse 1\n"
+_SIZE = 4096
+_EVALUATING, _DEBUGGED, _HAS_STACKS, _LEFT = 1, 2, 4, 8
+_DEBUGGERS = ("pdb.py", "bdb.py", "ipdb.py", "pudb.py")
+_LONGEST_ERROR = 300
+
+
+class Pulse:
+    """What a worker shows of itself; this one shows it to nobody, as there is no agent."""
+
+    shown: bool = False
+    """Whether anybody can see it."""
+
+    def start(self, steps: int) -> None:
+        """The job has started, and goes on behind so many steps."""
+
+    def begin_step(self) -> None:
+        """A step begins."""
+
+    def beat(self, phase: Phase, steps: int) -> None:
+        """The worker is in this phase, and so many steps are committed."""
+
+    def follow(self, evaluating: Callable[[], bool]) -> None:
+        """Asks this function, now and then, whether the worker evaluates."""
+
+    def close(self) -> None:
+        """Nothing more is shown."""
+
+
+class FilePulse(Pulse):
+    """Shows it in files of a directory that the agent has made.
+
+    Args:
+        directory: Where they are.
+        local_rank: Which of the agent's workers this is: their names.
+    """
+
+    shown = True
+
+    def __init__(self, directory: Path, local_rank: int) -> None:
+        self._lock = threading.Lock()
+        self._beats = self._begun = self._steps = self._alive = self._flags = 0
+        self._began = -1
+        self._phase = Phase.START
+        self._evaluating: Callable[[], bool] | None = None
+        self._closed = threading.Event()
+        descriptor = os.open(directory / f"{local_rank}", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.truncate(descriptor, _SIZE)
+            self._map = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
+        if STACKS is not None:
+            # Kept open for as long as the process lives, for the handler of the signal.
+            self._stacks = open(stacks_path(directory, local_rank), "w")  # noqa: SIM115
+            faulthandler.register(STACKS, self._stacks, all_threads=True)
+            self._flags |= _HAS_STACKS
+        self._write()
+        self._tell_errors(error_path(directory, local_rank))
+        atexit.register(self._leave, os.getpid())
+        self._thread = threading.Thread(target=self._live, name="resilin-pulse", daemon=True)
+        self._thread.start()
+
+    def start(self, steps: int) -> None:
+        """The job has started, and goes on behind so many steps."""
+        with self._lock:
+            self._began = self._steps = steps
+            self._write()
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._begun += 1
+        self.beat(Phase.STEP, self._steps)
+
+    def beat(self, phase: Phase, steps: int) -> None:
+        """The worker is in this phase, and so many steps are committed."""
+        with self._lock:
+            self._beats += 1
+            self._phase, self._steps = phase, steps
+            self._write()
+
+    def follow(self, evaluating: Callable[[], bool]) -> None:
+        """Asks this function, now and then, whether the worker evaluates."""
+        self._evaluating = evaluating
+
+    def close(self) -> None:
+        """Ends the thread; what was shown last stays."""
+        self._closed.set()
+        self._thread.join()
+
+    def _write(self) -> None:
+        fields = (os.getpid(), self._beats, self._begun, self._steps, self._began)
+        _RECORD.pack_into(self._map, 0, _MAGIC, *fields, int(self._phase), self._alive, self._flags)
+
+    def _live(self) -> None:
+        beats, quiet = 0, 0.0
+        while not self._closed.wait(INTERVAL):
+            quiet = quiet + INTERVAL if beats == self._beats else 0.0
+            beats = self._beats
+            flags = 0
+            if self._evaluating is not None and self._evaluating():
+                flags |= _EVALUATING
+            if quiet and _is_debugged():
+                flags |= _DEBUGGED
+            with self._lock:
+                self._alive += 1
+                self._flags = flags | self._flags & (_HAS_STACKS | _LEFT)
+                self._write()
+
+    def _leave(self, pid: int) -> None:
+        """The script has come to its end, or has failed, and the process will be gone soon."""
+        if os.getpid() == pid:
+            with self._lock:
+                self._flags |= _LEFT
+                self._write()
+
+    def _tell_errors(self, path: Path) -> None:
+        """Writes down what this process fails with, for whoever has to say why it was given up."""
+        usual, pid = sys.excepthook, os.getpid()
+
+        def hook(
+            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        ) -> None:
+            if os.getpid() == pid:
+                # The directory is gone where the agent is.
+                with contextlib.suppress(OSError):
+                    text = clean(f"{kind.__name__}: {error}", _LONGEST_ERROR)
+                    path.write_text(text, errors="replace")
+            usual(kind, error, traceback)
+
+        sys.excepthook = hook
+
+
+def _is_debugged() -> bool:
+    """Whether the main thread is in a debugger written in Python, or one may hold it."""
+    if "pydevd" in sys.modules or "debugpy" in sys.modules:
+        return True
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if os.path.basename(frame.f_code.co_filename) in _DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def of_this_process() -> Pulse:
+    """The pulse of this worker; one for nobody, if no agent has asked for it."""
+    directory = _directory()
+    return Pulse() if directory is None else FilePulse(directory, _local_rank())
+
+
+def announce() -> None:
+    """Shows that this worker uses resilin, and will show what it does once it comes to that."""
+    directory = _directory()
+    if directory is not None:
+        (directory / f"here-{_local_rank()}").touch()
+
+
+def _directory() -> Path | None:
+    # It is gone where the agent is.
+    directory = Path(os.environ.get(environment.PULSE_DIR) or os.devnull)
+    return directory if directory.is_dir() else None
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+# For the agent ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What a worker has shown last."""
+
+    pid: int
+    """Its process."""
+    beats: int
+    """What it has done so far, counted."""
+    begun: int
+    """Steps that it has begun in this life."""
+    steps: int
+    """Steps that are committed, over all lives."""
+    began: int | None
+    """How many they were when this life went on from there; None if it has not come so far."""
+    phase: Phase
+    """Where it is."""
+    alive: int
+    """Signs of life."""
+    evaluating: bool
+    """Whether its model is not in training mode."""
+    debugged: bool
+    """Whether a debugger for Python is at work in it."""
+    left: bool
+    """Whether its script has come to an end, of whatever kind."""
+    has_stacks: bool
+    """Whether it can be asked for its stacks. The signal would end a process that cannot."""
+
+
+def read(directory: Path, local_rank: int) -> Shown | None:
+    """What a worker has shown last; None if it has shown nothing yet."""
+    try:
+        with open(directory / f"{local_rank}", "rb") as file:
+            data = file.read(_RECORD.size)
+        magic, pid, beats, begun, steps, began, phase, alive, flags = _RECORD.unpack(data)
+        known = Phase(phase)
+    except (OSError, struct.error, ValueError):
+        return None
+    if magic != _MAGIC:
+        return None
+    return Shown(
+        pid=pid,
+        beats=beats,
+        begun=begun,
+        steps=steps,
+        began=None if began < 0 else began,
+        phase=known,
+        alive=alive,
+        evaluating=bool(flags & _EVALUATING),
+        debugged=bool(flags & _DEBUGGED),
+        left=bool(flags & _LEFT),
+        has_stacks=bool(flags & _HAS_STACKS),
+    )
+
+
+def stacks_path(directory: Path, local_rank: int) -> Path:
+    """Where a worker writes its stacks when it is asked for them."""
+    return directory / f"stacks-{local_rank}"
+
+
+def error_path(directory: Path, local_rank: int) -> Path:
+    """Where a worker writes what it fails with."""
+    return directory / f"error-{local_rank}"
