@@ -1,9 +1,11 @@
+import math
 import os
 
 import pytest
 import torch.distributed.run as torchrun
 
 from resilin.cli import options, run
+from resilin.engine import environment
 
 
 def parsed(*arguments):
@@ -65,12 +67,28 @@ def test_the_environment_of_torchrun_goes_before_our_defaults(monkeypatch):
         (["--rdzv-endpoint=a:1"], r"--rdzv-endpoint \(a:1\) needs --nnodes"),
         (["--standalone", "--rdzv-endpoint=a:1"], r"--standalone is .* \(a:1\)"),
         (["--checkpoint-every=10"], "--checkpoint-every: '10' must be a number of"),
+        (["--hang-timeout=never"], "--hang-timeout: 'never' must be a number of seconds above 0"),
+        (["--hang-timeout=0"], "--hang-timeout: '0' must be a number"),
+        (["--hang-timeout=nan"], "--hang-timeout: 'nan' must be a number"),
         (["--checkpoint-every=0steps"], "--checkpoint-every: '0steps' must be a whole"),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error(given, message):
     with pytest.raises(ValueError, match=message):
         parsed(*given)
+
+
+def test_how_long_a_step_may_hang(monkeypatch):
+    monkeypatch.delenv(environment.HANG_TIMEOUT, raising=False)
+    assert options.hang_timeout(parsed()) == options.HANG_TIMEOUT
+    assert options.hang_timeout(parsed("--hang-timeout", "20")) == 20
+    assert options.hang_timeout(parsed("--hang-timeout", "off")) == math.inf
+    monkeypatch.setenv(environment.HANG_TIMEOUT, "90")
+    assert options.hang_timeout(parsed()) == 90
+    assert options.hang_timeout(parsed("--hang-timeout", "20")) == 20
+    monkeypatch.setenv(environment.HANG_TIMEOUT, "soon")
+    with pytest.raises(ValueError, match="RESILIN_HANG_TIMEOUT: 'soon' must be"):
+        parsed()
 
 
 def test_an_error_is_one_line_after_a_short_usage(capsys):

@@ -144,6 +144,7 @@ class Watchdog:
                 )
             return None
         self._report(found, {worker: its for worker, its in shown.items() if its is not None})
+        self._seen = Seen()  # said once; one that cannot be ended is named again, after as long
         return found, guilty
 
     def kill(self, workers: Sequence[Local]) -> None:

@@ -93,7 +93,8 @@ class Seen:
     @property
     def usual_step(self) -> float:
         """Seconds of a step with all that is around it, on average."""
-        return self.watched / self.begun if self.begun else 0.0
+        # Not the quiet time that is under way, or a job that hangs would raise its own limit.
+        return max(0.0, self.watched - self.quiet) / self.begun if self.begun else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

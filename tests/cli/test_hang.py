@@ -1,0 +1,246 @@
+"""Jobs that hang, fail again and again, or lose a worker that ends well; with real processes."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from resilin.cli.hang import Local, Watchdog
+from resilin.core.hang import PATIENCE
+from resilin.core.lives import MOST_FRUITLESS
+from resilin.engine import environment, pulse
+from resilin.telemetry.read import read_events
+from tests.cli.test_run import clean_environment, free_endpoint
+
+JOB = Path(__file__).with_name("troubled_job.py")
+TIMEOUT = 100
+linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="there is no /proc")
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts the job; ends it, and its workers, whatever becomes of it."""
+    agents = []
+
+    def start(*arguments, options=()):
+        command = [sys.executable, "-m", "resilin.cli", "run", "--memory-dir", tmp_path / "memory"]
+        agents.append(
+            subprocess.Popen(
+                [*command, "--run-dir", tmp_path / "run", *options, JOB, *arguments],
+                cwd=tmp_path,
+                env=clean_environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return agents[-1]
+
+    yield start
+    for agent in agents:
+        agent.terminate()  # it ends its workers
+    for agent in agents:
+        agent.communicate(timeout=60)
+
+
+def ends(agent):
+    output, _ = agent.communicate(timeout=TIMEOUT)
+    return agent.returncode, output
+
+
+@linux
+@pytest.mark.timeout(200)
+def test_a_worker_that_hangs_is_named_and_the_job_goes_on(tmp_path, job):
+    # In turn: one is stopped in a step, one hangs in its own code, one leaves.
+    options = ["--nproc=2", "--warm", "--hang-timeout=4"]
+    code, output = ends(job("8:stop:1", "14:hang:0", "20:exit:1", options=options))
+    assert code == 0, output
+    said = [line for line in output.splitlines() if line.startswith("resilin: ")]
+    said = [re.sub(r"\(process \d+\)", "(process N)", line)[9:] for line in said]
+    # A machine that is busy may be slow, which is then said, too: only what must be there is asked.
+    assert sum(line.startswith("no progress for ") for line in said) >= 2, output
+    assert "rank 1 (process N) is stopped (SIGSTOP), after step 8" in said
+    assert "rank 0 (process N) waits for the others in step 9" in said
+    assert "rank 0 (process N) has not come to the end of its part of step 15" in said
+    assert "rank 1 (process N) waits for the others in step 15" in said
+    assert "ending rank 1, so that the workers are restarted" in said
+    assert "ending rank 0, so that the workers are restarted" in said
+    (left,) = [line for line in said if "left with exit code 0" in line]
+    assert re.fullmatch(
+        r"rank 1 .* left with exit code 0 after [\d.]+ s, while others went on", left
+    )
+    # The stacks of both that could write them are there, with the line at fault.
+    stacks = [file.read_text() for file in sorted((tmp_path / "run").glob("stacks-*.txt"))]
+    assert len(stacks) == 2
+    assert "rank 1" not in stacks[0]
+    line = next(n for n, text in enumerate(JOB.read_text().splitlines(), 1) if "it hangs" in text)
+    assert f'troubled_job.py", line {line} in trouble' in stacks[1]
+    assert "rank 1\n" in stacks[1]
+    faults = [event.kind for event in read_events(tmp_path / "run") if event.name == "fault"]
+    assert faults.count("worker_hung") == 2
+    assert faults.count("worker_left") == 1
+    assert not any((tmp_path / "memory").iterdir())
+
+
+@pytest.mark.timeout(200)
+def test_a_script_that_fails_at_one_step_is_given_up_by_name(job):
+    code, output = ends(job("*3:fail:0", options=["--nproc=1", "--warm"]))
+    assert code == 1, output
+    assert output.count("restarting the workers") == MOST_FRUITLESS
+    gave_up = next(line for line in output.splitlines() if "gave up" in line)
+    assert f"gave up: {MOST_FRUITLESS} lives in a row made no new step after step 3" in gave_up
+    assert "exited with code 1: ValueError: a fault of the ?[2Jscript" in gave_up
+
+
+@linux
+@pytest.mark.timeout(200)
+def test_a_worker_that_hangs_on_another_agent_is_left_to_that_agent(job):
+    options = ["--nnodes=2", "--rdzv-endpoint", free_endpoint(), "--hang-timeout=4", "--warm"]
+    agents = [job("8:stop:1", options=options) for _ in range(2)]
+    outputs = [ends(agent) for agent in agents]
+    assert [code for code, _ in outputs] == [0, 0], outputs
+    # Rank 1 is at one of them, and only that one ends anybody.
+    outputs = sorted((text for _, text in outputs), key=lambda text: "is stopped (SIGSTOP)" in text)
+    assert "is stopped (SIGSTOP)" not in outputs[0]
+    assert "ending rank" not in outputs[0]
+    assert "ending rank 1" in outputs[1]
+
+
+# The watch itself, over processes that show what they are told to -------------------------------
+
+SHOWS = """
+import os, sys, time
+from pathlib import Path
+from resilin.core.hang import Phase
+from resilin.engine.pulse import FilePulse
+
+shown = FilePulse(Path(sys.argv[1]), int(sys.argv[2]))
+shown.start(40)
+for _ in range(6):
+    shown.begin_step()
+shown.beat(Phase[sys.argv[3]], 46)
+print("ready", flush=True)
+exec(sys.argv[4])
+"""
+SLEEPS = "time.sleep(60)"
+NATIVE = "import ctypes; ctypes.CDLL(None).sleep(60)"
+HOLDS_ALL = "import ctypes; ctypes.PyDLL(None).sleep(60)"  # no other thread of it runs
+DEBUGS = "import pdb; sys.stdin = open(os.dup(0)); pdb.set_trace(); 0"
+
+
+@pytest.fixture
+def shows(tmp_path):
+    started = []
+
+    def start(rank, phase, code=SLEEPS):
+        command = [sys.executable, "-c", SHOWS, tmp_path, str(rank), phase, code]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout.readline() == "ready\n"
+        return Local(rank, 10 + rank, process.pid)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+class Clock:
+    """Seconds that go by when they are asked for."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1.0
+        return self.now
+
+
+def looks(watchdog, times):
+    """What is found first, within so many looks."""
+    return next((found for _ in range(times) if (found := watchdog.look()) is not None), None)
+
+
+def watch(tmp_path, workers, timeout=20.0, num_replicas=None, clock=None):
+    watchdog = Watchdog(tmp_path, timeout, clock or Clock())
+    watchdog.begin(workers, num_replicas or len(workers))
+    return watchdog
+
+
+@linux
+@pytest.mark.parametrize("code", [SLEEPS, NATIVE, HOLDS_ALL])
+def test_the_stacks_of_a_worker_that_is_blocked_are_written(
+    tmp_path, monkeypatch, shows, capsys, code
+):
+    monkeypatch.setenv(environment.RUN_DIR, "off")
+    workers = [shows(0, "WAITING"), shows(1, "STEP", code)]
+    watchdog = watch(tmp_path, workers)
+    found, guilty = looks(watchdog, 40)
+    assert guilty == [workers[1]]
+    assert found.told_apart
+    said = capsys.readouterr().err
+    assert f"rank 11 (process {workers[1].pid}) has not come to the end of its part" in said
+    assert "rank 10:" in said
+    assert "rank 11:" in said
+    assert said.count('File "<string>"') >= 2
+    watchdog.kill(guilty)
+    time.sleep(0.2)
+    assert watchdog.error(11) == ""
+
+
+@linux
+def test_a_worker_that_was_stopped_does_not_keep_the_others_from_reporting(
+    tmp_path, monkeypatch, shows, capsys
+):
+    monkeypatch.setenv(environment.RUN_DIR, "off")
+    workers = [shows(rank, "BETWEEN") for rank in range(3)]
+    for worker in workers[1:]:
+        os.kill(worker.pid, signal.SIGSTOP)
+    _, guilty = looks(watch(tmp_path, workers), 40)
+    assert guilty == workers[1:]
+    said = capsys.readouterr().err
+    assert said.count("is stopped (SIGSTOP), after step 46") == 2
+    assert "rank 10:" in said
+    assert "rank 11:" not in said
+
+
+def test_a_debugger_is_not_a_hang(tmp_path, shows):
+    workers = [shows(0, "WAITING"), shows(1, "STEP", DEBUGS)]
+    time.sleep(3 * pulse.INTERVAL)  # until it has been seen
+    assert looks(watch(tmp_path, workers), 200) is None
+
+
+def test_a_machine_that_was_suspended_is_not_a_hang(tmp_path, shows):
+    workers = [shows(0, "STEP")]
+    clock = Clock()
+    watchdog = watch(tmp_path, workers, clock=clock)
+    assert looks(watchdog, 5) is None
+    clock.now += 3600
+    assert looks(watchdog, 5) is None
+
+
+def test_it_is_said_once_that_the_one_who_hangs_is_elsewhere(tmp_path, shows, capsys):
+    workers = [shows(0, "WAITING")]
+    watchdog = watch(tmp_path, workers, num_replicas=2)
+    assert looks(watchdog, 30) is None
+    assert capsys.readouterr().err.count("wait for a replica of another agent") == 1
+    assert looks(watchdog, 30)[1] == workers
+
+
+def test_a_watch_that_is_off_sees_nothing(tmp_path, shows):
+    assert looks(watch(tmp_path, [shows(0, "STEP")], timeout=float("inf")), 1000) is None
+
+
+def test_a_worker_that_shows_nothing_is_not_watched(tmp_path, shows):
+    # A script that does not use resilin, or has not come to it.
+    workers = [shows(0, "WAITING"), Local(1, 11, 1)]
+    assert looks(watch(tmp_path, workers), int(20 * PATIENCE * 20)) is None
+    assert looks(Watchdog(None, 20.0, Clock()), 100) is None
