@@ -140,6 +140,24 @@ def test_without_an_agent_there_is_nobody_to_show_anything_to(tmp_path, monkeypa
     assert list(Path(tmp_path).iterdir()) == []
 
 
+def test_a_place_that_is_full_does_not_end_the_worker(tmp_path):
+    code = """
+import os
+usual = os.write
+
+def full(descriptor, data):
+    if len(data) == 4096:
+        raise OSError(28, "No space left on device")
+    return usual(descriptor, data)
+
+os.write = full
+from resilin.engine import pulse
+assert type(pulse.of_this_process()) is pulse.Pulse
+print("goes on")
+"""
+    assert run(tmp_path, code).stdout == "goes on\n"
+
+
 @pytest.mark.parametrize("data", [b"", b"short", b"other 1\n" + bytes(64), b"\xff" * 4096])
 def test_what_is_no_pulse_is_not_taken_for_one(tmp_path, data):
     (tmp_path / "0").write_bytes(data)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import logging
 import mmap
 import os
 import signal
@@ -27,6 +28,8 @@ from types import TracebackType
 from resilin.core.hang import Phase
 from resilin.core.text import clean
 from resilin.engine import environment
+
+logger = logging.getLogger("resilin")
 
 STACKS: int | None = getattr(signal, "SIGRTMIN", None)
 """The signal that asks a worker for its stacks; None where the system has none to spare. Those with
@@ -82,7 +85,9 @@ class FilePulse(Pulse):
         self._closed = threading.Event()
         descriptor = os.open(directory / f"{local_rank}", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.truncate(descriptor, _SIZE)
+            # Written, not only made so long: where memory is full, this fails, and to touch the map
+            # would end the process.
+            os.write(descriptor, bytes(_SIZE))
             self._map = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
@@ -182,14 +187,22 @@ def _is_debugged() -> bool:
 def of_this_process() -> Pulse:
     """The pulse of this worker; one for nobody, if no agent has asked for it."""
     directory = _directory()
-    return Pulse() if directory is None else FilePulse(directory, _local_rank())
+    if directory is None:
+        return Pulse()
+    try:
+        return FilePulse(directory, _local_rank())
+    except OSError as error:
+        logger.warning("the agent cannot see what this worker does: %s", error)
+        return Pulse()
 
 
 def announce() -> None:
     """Shows that this worker uses resilin, and will show what it does once it comes to that."""
     directory = _directory()
     if directory is not None:
-        (directory / f"here-{_local_rank()}").touch()
+        # What is left of it where memory is full: this worker counts as one that shows nothing.
+        with contextlib.suppress(OSError):
+            (directory / f"here-{_local_rank()}").touch()
 
 
 def _directory() -> Path | None:
