@@ -110,10 +110,11 @@ class SpeakingAgent(LocalElasticAgent):
             say(f"finished after {_count(restarts, 'restart')}" if restarts else "finished")
         elif self._bound_fruitless and self._lives.hopeless:
             best = self._lives.best
-            where = "made no step" if best is None else f"made no new step after step {best}"
+            made = "a step" if best is None else f"a new step after step {best}"
             say(
-                f"gave up: {self._lives.fruitless} lives in a row {where}; the last one ended "
-                f"because {self._last_failure} (--max-restarts N restarts them N times)"
+                f"gave up: the workers failed {self._lives.fruitless} times in a row without making "
+                f"{made}; the last error: {self._last_failure} (--max-restarts N would restart "
+                "them N times)"
             )
         else:
             say(f"gave up after {_count(restarts, 'restart')} (--max-restarts {max_restarts})")
@@ -242,7 +243,7 @@ class SpeakingAgent(LocalElasticAgent):
             self._record("worker_hung", detail, worker.rank)
         ranks = ", ".join(str(worker.rank) for worker in workers)
         which = f"rank {ranks}" if len(workers) == 1 else f"ranks {ranks}"
-        say(f"ending {which}, so that the workers are restarted")
+        say(f"killing {which}, to restart the workers")
         self._watchdog.kill(workers)
 
     def _note_leavers(self, worker_group: WorkerGroup) -> None:
@@ -258,7 +259,7 @@ class SpeakingAgent(LocalElasticAgent):
                 self._left[rank] = _Left(pid, now, certain=rank in told)
 
     def _report_leavers(self, *, failed: Collection[int] = (), alone: bool = False) -> None:
-        """Says who left with exit code 0 while others went on.
+        """Says who left with exit code 0 while others were still running.
 
         Args:
             failed: Ranks that failed. Then all others that had left before are named.
@@ -274,7 +275,7 @@ class SpeakingAgent(LocalElasticAgent):
             left.said = True
             when = left.when - self._started
             text = f"rank {rank} (process {left.pid}) left with exit code 0 after {when:.1f} s"
-            say(f"{text}, while others went on")
+            say(f"{text}, while other workers were still running")
             self._record("worker_left", text, rank)
 
     def _misses_an_agent(self, worker_group: WorkerGroup) -> bool:
