@@ -69,11 +69,12 @@ def test_a_worker_that_hangs_is_named_and_the_job_goes_on(tmp_path, job):
     assert "rank 0 (process N) waits for the others in step 9" in said
     assert "rank 0 (process N) has not come to the end of its part of step 15" in said
     assert "rank 1 (process N) waits for the others in step 15" in said
-    assert "ending rank 1, so that the workers are restarted" in said
-    assert "ending rank 0, so that the workers are restarted" in said
+    assert "killing rank 1, to restart the workers" in said
+    assert "killing rank 0, to restart the workers" in said
     (left,) = [line for line in said if "left with exit code 0" in line]
     assert re.fullmatch(
-        r"rank 1 .* left with exit code 0 after [\d.]+ s, while others went on", left
+        r"rank 1 .* left with exit code 0 after [\d.]+ s, while other workers were still running",
+        left,
     )
     # The stacks of both that could write them are there, with the line at fault.
     stacks = [file.read_text() for file in sorted((tmp_path / "run").glob("stacks-*.txt"))]
@@ -94,7 +95,8 @@ def test_a_script_that_fails_at_one_step_is_given_up_by_name(job):
     assert code == 1, output
     assert output.count("restarting the workers") == MOST_FRUITLESS
     gave_up = next(line for line in output.splitlines() if "gave up" in line)
-    assert f"gave up: {MOST_FRUITLESS} lives in a row made no new step after step 3" in gave_up
+    assert f"the workers failed {MOST_FRUITLESS} times in a row without making" in gave_up
+    assert "a new step after step 3; the last error: rank 0 (process " in gave_up
     assert "exited with code 1: ValueError: a fault of the ?[2Jscript" in gave_up
 
 
@@ -108,8 +110,8 @@ def test_a_worker_that_hangs_on_another_agent_is_left_to_that_agent(job):
     # Rank 1 is at one of them, and only that one ends anybody.
     outputs = sorted((text for _, text in outputs), key=lambda text: "is stopped (SIGSTOP)" in text)
     assert "is stopped (SIGSTOP)" not in outputs[0]
-    assert "ending rank" not in outputs[0]
-    assert "ending rank 1" in outputs[1]
+    assert "killing rank" not in outputs[0]
+    assert "killing rank 1" in outputs[1]
 
 
 # The watch itself, over processes that show what they are told to -------------------------------

@@ -176,7 +176,9 @@ def test_a_script_that_fails_at_once_is_not_restarted_for_ever(tmp_path, job):
     )
     assert status == 1
     assert len(told(tmp_path, "start")) == 5
-    assert lines[-1].startswith("resilin: gave up: 5 lives in a row made no step; the last one ")
+    assert lines[-1].startswith(
+        "resilin: gave up: the workers failed 5 times in a row without making a step; "
+    )
     assert "exited with code 1 (--max-restarts N" in lines[-1]
     # What the user manages is neither made nor removed.
     assert told(tmp_path, "start")[0][environment.MEMORY_DIR] == str(tmp_path / "own")

@@ -112,9 +112,9 @@ class SpeakingAgent(LocalElasticAgent):
             best = self._lives.best
             made = "a step" if best is None else f"a new step after step {best}"
             say(
-                f"gave up: the workers failed {self._lives.fruitless} times in a row without making "
-                f"{made}; the last error: {self._last_failure} (--max-restarts N would restart "
-                "them N times)"
+                f"gave up: the workers failed {self._lives.fruitless} times in a row without "
+                f"making {made}; the last error: {self._last_failure} (--max-restarts N would "
+                "restart them N times)"
             )
         else:
             say(f"gave up after {_count(restarts, 'restart')} (--max-restarts {max_restarts})")

@@ -42,8 +42,8 @@ def parser() -> argparse.ArgumentParser:
     ours.prog = "resilin run"
     ours.usage = "resilin run [options] [-m] script [arguments of the script]"
     ours.description = (
-        "Starts this machine's workers of an elastic job, and starts them again whenever a worker "
-        "fails or a machine joins or leaves. Takes every option of torchrun."
+        "Starts the workers of an elastic job on this machine, and restarts them when a worker "
+        "fails or hangs, or when a machine joins or leaves. Takes every option of torchrun."
     )
     ours.epilog = (
         "example:\n"
@@ -58,41 +58,43 @@ def parser() -> argparse.ArgumentParser:
         dest="nproc_per_node",
         metavar="N|gpu|cpu|auto",
         default=argparse.SUPPRESS,
-        help="Workers on this machine. Default: one for each accelerator, or 1.",
+        help="Number of workers on this machine. Default: one for each accelerator, or 1.",
     )
     group.add_argument(
         "--warm",
         action="store_true",
-        help="Fork workers from a process that has imported torch: they start again in a fraction "
-        "of the time.",
+        help="Fork workers from a process that has already imported torch, so that they restart in "
+        "a fraction of the time.",
     )
     group.add_argument(
         "--checkpoint-dir",
         metavar="URL",
-        help="Where checkpoints go, unless the script says it: a path or an fsspec URL.",
+        help="Directory for checkpoints, unless the script sets one: a path or an fsspec URL.",
     )
     group.add_argument(
         "--checkpoint-every",
         metavar="INTERVAL",
-        help="How often, unless the script says it: 500steps, 90s, 10min, 1h.",
+        help="Interval between checkpoints, unless the script sets one: 500steps, 90s, 10min, 1h.",
     )
     group.add_argument(
         "--memory-dir",
         metavar="DIR|off",
-        help="Where the job's directory for the newest state is made. Default: in /dev/shm.",
+        help="Directory for copies of the newest state in memory; each job makes its own in it. "
+        "Default: in /dev/shm.",
     )
     group.add_argument(
         "--run-dir",
         metavar="DIR|off",
-        help="Where the events of the run are written down, for resilin top and resilin report. "
-        "Default: resilin-runs/ID, by the id of the job.",
+        help="Directory for the events of the run, which resilin top and resilin report read. "
+        "Default: resilin-runs/ID, with the id of the job.",
     )
     group.add_argument(
         "--hang-timeout",
         metavar="SECONDS|off",
-        help="How long a step may make no progress; then the worker that holds it up is named and "
-        f"all are restarted. {PATIENCE:g} times as long outside of steps, more where steps take "
-        f"long. Default: {environment.HANG_TIMEOUT}, or {HANG_TIMEOUT}.",
+        help="Seconds that a step may go without progress. After that the worker that blocks the "
+        "others is named, and all workers are restarted. Outside of steps the limit is "
+        f"{PATIENCE:g} times as long, and it grows with the length of steps. Default: "
+        f"{environment.HANG_TIMEOUT}, or {HANG_TIMEOUT}.",
     )
     defaults = {
         "nproc_per_node": "auto" if torch.accelerator.is_available() else "1",
