@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,7 +202,7 @@ class SpeakingAgent(LocalElasticAgent):
         if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED}:
             self._report_failure(result)
         elif result.state == WorkerState.HEALTHY:
-            self._report_leavers(alone=True)
+            self._report_leavers(after=ALONE)
             if self._misses_an_agent(worker_group):
                 say("an agent is gone: restarting the workers")
                 super()._restart_workers(worker_group)
@@ -214,7 +213,7 @@ class SpeakingAgent(LocalElasticAgent):
     def _report_failure(self, result: RunResult) -> None:
         lifetime = time.monotonic() - self._started
         failures = _causes(result.failures)
-        self._report_leavers(failed=result.failures)
+        self._report_leavers()
         if not failures:  # workers that hang in the kernel are alive, and cannot be killed
             say(f"workers stopped responding after {lifetime:.1f} s")
             self._last_failure = "workers stopped responding"
@@ -252,31 +251,35 @@ class SpeakingAgent(LocalElasticAgent):
         told = {worker.rank for worker in self._watchdog.left()}
         for worker in worker_group.workers:
             rank, pid = worker.global_rank, worker.id
-            left = self._left.get(rank)
-            if left is not None:
-                left.looks += 1
-            elif rank in told or process_gone(pid, self._starts.get(pid)):
-                self._left[rank] = _Left(pid, now, certain=rank in told)
+            gone = rank in told or process_gone(pid, self._starts.get(pid))
+            if gone and rank not in self._left:
+                self._left[rank] = _Left(pid, worker.local_rank, now)
 
-    def _report_leavers(self, *, failed: Collection[int] = (), alone: bool = False) -> None:
-        """Says who left with exit code 0 while others were still running.
-
-        Args:
-            failed: Ranks that failed. Then all others that had left before are named.
-            alone: Name those that left a while ago, though nobody has failed.
-        """
+    def _report_leavers(self, *, after: float = 0.0) -> None:
+        """Says who left with exit code 0, at least so many seconds ago, before the others did."""
         now = time.monotonic()
         for rank, left in sorted(self._left.items()):
-            # torch has looked since then, and would have said if it was another exit code.
-            known = left.certain or left.looks > 0
-            waited = now - left.when
-            if rank in failed or left.said or not known or (alone and waited < ALONE):
+            too_early = now - left.when < after
+            if left.said or too_early or self._exit_code(left.local_rank) != 0:
                 continue
             left.said = True
             when = left.when - self._started
             text = f"rank {rank} (process {left.pid}) left with exit code 0 after {when:.1f} s"
             say(f"{text}, while other workers were still running")
             self._record("worker_left", text, rank)
+
+    def _exit_code(self, local_rank: int) -> int | None:
+        """The exit code of a worker; None while it has none, or where torch keeps it elsewhere."""
+        # torch says nothing of workers that ended well before all have, and these have no public
+        # name: a process of subprocess for each of them, or with --warm one of multiprocessing.
+        handlers = getattr(self._pcontext, "subprocess_handlers", None)
+        if handlers is not None:
+            code: int | None = handlers[local_rank].proc.poll()
+            return code
+        if local_rank in getattr(self._pcontext, "_return_values", {}):
+            return 0  # its script has ended; its process waits for those of the others
+        started = getattr(self._pcontext, "_pc", None)
+        return None if started is None else started.processes[local_rank].exitcode
 
     def _misses_an_agent(self, worker_group: WorkerGroup) -> bool:
         """Whether somebody has left this generation while it is young, and nobody waits to join.
@@ -308,12 +311,10 @@ class _Left:
 
     pid: int
     """Its process."""
+    local_rank: int
+    """Which of the agent's."""
     when: float
     """When that was seen."""
-    certain: bool
-    """Whether it has said so itself."""
-    looks: int = 0
-    """How often torch has looked at it since."""
     said: bool = False
     """Whether it was named."""
 

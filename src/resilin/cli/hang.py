@@ -213,6 +213,8 @@ def _sign(worker: Local, shown: Shown) -> Sign:
 def _state(worker: Local, shown: Shown) -> str:
     if _is_stopped(shown.pid):
         return f"is stopped (SIGSTOP), after step {shown.steps}"
+    if shown.left:
+        return f"has come to the end of its script, after step {shown.steps}"
     where = {
         Phase.START: "has not begun to train",
         Phase.BETWEEN: f"is between two steps, after step {shown.steps}",
