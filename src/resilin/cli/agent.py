@@ -33,8 +33,8 @@ from resilin.cli.hang import Local, Watchdog
 from resilin.core.events import FaultEvent
 from resilin.core.lives import Lives
 from resilin.engine import environment
+from resilin.engine.processes import process_gone, process_start
 from resilin.engine.stop import RESTART
-from resilin.engine.torchrun import process_gone, process_start
 from resilin.telemetry.log import EventLog
 from resilin.telemetry.read import last_event
 
