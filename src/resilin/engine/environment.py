@@ -37,6 +37,8 @@ BATCH_TRACE_END = "RESILIN_BATCH_TRACE_END"
 """What follows after that trace: `hold`, `repeat` or `error`."""
 RULE = "RESILIN_RULE"
 """A scaling rule in place of the script's: its name, or `package.module:attribute`."""
+CROSS_CHECK = "RESILIN_CROSS_CHECK"
+"""How often replicas compare their parameters, whatever the script says: steps, `auto` or `off`."""
 SEED = "RESILIN_SEED"
 """Seed of the order of samples, where the script gives none."""
 

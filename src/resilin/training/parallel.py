@@ -32,6 +32,7 @@ from resilin.core.rules import (
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
 from resilin.training import steering
 from resilin.training.ballot import Ballot
+from resilin.training.divergence import CrossCheck, DivergenceCheck
 from resilin.training.estimates import NoiseEstimates
 from resilin.training.freezing import Frozen
 from resilin.training.gradient.arguments import check_model
@@ -77,6 +78,7 @@ class AdaptiveDataParallel(nn.Module):
             allows.
         stats_budget: Time for measuring, as a fraction of the step, under `auto`; None takes 0.02.
         tokens_per_step: Tokens in one reference step, for the `tokens` clock.
+        cross_check: Steps between two comparisons of all replicas; `auto`, `off`: `divergence`.
         **ddp_kwargs: Passed on to DistributedDataParallel, such as `find_unused_parameters`;
             `static_graph` is refused.
     """
@@ -94,6 +96,7 @@ class AdaptiveDataParallel(nn.Module):
         stats_every: int | Literal["auto"] = "auto",
         stats_budget: float | None = None,
         tokens_per_step: float | None = None,
+        cross_check: CrossCheck = "auto",
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__()
@@ -102,11 +105,8 @@ class AdaptiveDataParallel(nn.Module):
         if tokens_per_step is not None:
             _validate.real("tokens_per_step", tokens_per_step, above=0)
         check_model(model, ddp_kwargs)
-        steered = steering.rule()
-        if steered is not None:
-            chosen = steered
-        else:
-            chosen = default_rule(type(optimizer).__name__) if rule == "auto" else get_rule(rule)
+        rule = steering.rule() or rule
+        chosen = default_rule(type(optimizer).__name__) if rule == "auto" else get_rule(rule)
         self.module = model
         self.rule: ScalingRule = chosen
         """The scaling rule."""
@@ -117,6 +117,7 @@ class AdaptiveDataParallel(nn.Module):
             len(optimizer.param_groups), MeasureSchedule(stats_every, stats_budget), chosen.adaptive
         )
         self._job = current_job()
+        self._check = DivergenceCheck(self._job, model, cross_check)
         self._reference = ReferenceBatch(self._job, batch_size, tokens_per_step)
         self._ballot = Ballot(self._job.voters)
         self._gradient = StepGradient(
@@ -141,11 +142,11 @@ class AdaptiveDataParallel(nn.Module):
         self._prepared: tuple[int, float] | None = None
         self._scheduler = ClockedScheduler.make(lr_scheduler, schedule_by, chosen.clock)
         self._gate = Gate(optimizer, self)
-        if self._scheduler is not None:
-            self._gate.schedulers.hand_to(self._scheduler)
+        self._gate.schedulers.hand_to(self._scheduler)
         self._module_gate = ModuleGate(model, self)
         self._scaler = None if scaler is None else ScalerGate(scaler, optimizer, self)
         self._job.model = self
+        self._job.voters.append(self._check)
         self._register(lr_scheduler, scaler)
 
     def _register(self, scheduler: LRScheduler | None, scaler: torch.amp.GradScaler | None) -> None:
@@ -169,6 +170,7 @@ class AdaptiveDataParallel(nn.Module):
         self._gate.remove()
         self._module_gate.remove()
         self._gradient.release()
+        self._check.leave()
         if self._scaler is not None:
             self._scaler.release()
         if self._job.model is self:

@@ -77,10 +77,11 @@ class SchedulerGate:
         nested = {id(part) for scheduler in self._names for part in _parts(scheduler)}
         return {name: s for s, name in self._names.items() if id(s) not in nested}
 
-    def hand_to(self, clocked: ClockedScheduler) -> None:
-        """Lets a clock step this scheduler, and nobody else."""
+    def hand_to(self, clocked: ClockedScheduler | None) -> None:
+        """Lets a clock step this scheduler, and nobody else; None leaves all to the loop."""
         self._clocked = clocked
-        clocked.gate = self
+        if clocked is not None:
+            clocked.gate = self
 
     def called(
         self, scheduler: LRScheduler, step: Callable[..., object], *args: Any, **kwargs: Any
