@@ -28,6 +28,7 @@ def test_the_public_names_are_frozen():
         "PowerRule",
         "Schedule",
         "accumulate",
+        "check_split",
         "checkpoint_to",
         "current_job",
         "events_to",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from resilin.training.optimizer import accumulate
     from resilin.training.parallel import AdaptiveDataParallel
     from resilin.training.planning import plan
+    from resilin.training.split_check import check_split
     from resilin.training.watching import events_to, listen, record
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ _HOMES = {
     "PowerRule": "resilin.core.rules",
     "Schedule": "resilin.core.clock",
     "accumulate": "resilin.training.optimizer",
+    "check_split": "resilin.training.split_check",
     "checkpoint_to": "resilin.training.keeping",
     "current_job": "resilin.training.job",
     "events_to": "resilin.training.watching",
@@ -66,6 +68,7 @@ __all__ = [
     "PowerRule",
     "Schedule",
     "accumulate",
+    "check_split",
     "checkpoint_to",
     "current_job",
     "events_to",
