@@ -81,6 +81,16 @@ def test_it_tells_means_from_losses_that_couple_samples(world):
     assert not resilin.check_split(lambda b: mean(model, *b), batch()).same
 
 
+def test_class_weights_are_exact_as_weights_of_the_micro_batches():
+    _, _, model = make()
+
+    def loss(b):
+        with model.weight(float(torch.tensor([1.0, 5.0, 20.0])[b[1]].sum())):
+            return weighted(model, *b)
+
+    assert resilin.check_split(loss, batch()).difference < 1e-12
+
+
 def test_a_random_loss_is_told_apart():
     _, _, model = make(drop=0.5)
     found = resilin.check_split(lambda b: mean(model, *b), batch())
