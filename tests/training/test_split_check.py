@@ -139,7 +139,7 @@ def test_the_run_is_not_disturbed(world):
             mean(model, x, y).backward()
             if check and number == 5:
                 before = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
-                resilin.check_split(lambda b: weighted(model, *b), (x, y), pieces=len(x))
+                resilin.check_split(lambda b: weighted(model, *b), batch())
                 after = [p.grad for p in net.parameters()]
                 assert all(a is b or torch.equal(a, b) for a, b in zip(before, after, strict=True))
             optimizer.step()
