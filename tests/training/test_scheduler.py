@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import shutil
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import resilin
 from resilin.training import scheduler as gates
+from resilin.training.job import current_job
 
 TOTAL = 12
 
@@ -431,3 +433,48 @@ def test_a_clock_and_the_loop_cannot_both_step_it():
             scheduler.step()
         optimizer.zero_grad()
     assert scheduler.last_epoch == TOTAL
+
+
+# Across restarts -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", ["before", "after", "late"])
+def test_schedulers_that_nobody_handed_over_survive_a_restart(tmp_path, made):
+    def script(steps):
+        """A life of the job that ends after so many of its steps."""
+        resilin.reset_job()
+        resilin.checkpoint_to(tmp_path, every=None)
+        net, optimizer = parts()
+
+        def make():
+            names = ("SequentialLR", "MultiplicativeLR", "StepLR", "CosineAnnealingLR")
+            return [*(MAKE[name](optimizer) for name in names), lrs.StepLR(optimizer, 2, 0.9)]
+
+        schedulers = make() if made == "before" else []
+        model = resilin.AdaptiveDataParallel(net, optimizer, rule="constant")
+        loader = resilin.AdaptiveDataLoader(data(), batch_size=8, max_local_bsz=2, shuffle=True)
+        if made == "late":
+            resilin.resume()
+        schedulers = schedulers or make()
+        for _ in resilin.remaining_epochs_until(1):
+            for x, y in loader:
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+                for scheduler in schedulers:
+                    scheduler.step()
+                optimizer.zero_grad()
+                if model.clock.steps == steps:
+                    break
+            if model.clock.steps == steps < TOTAL:
+                current_job().recovery.finish()
+                break
+        return rates(optimizer), [s.state_dict() for s in schedulers], net.weight.detach()
+
+    whole = script(TOTAL)
+    shutil.rmtree(tmp_path)
+    for steps in (5, 9):
+        script(steps)
+    rate, states, weight = script(TOTAL)
+    assert rate == whole[0]
+    assert simple(states) == simple(whole[1])
+    assert torch.equal(weight, whole[2])
