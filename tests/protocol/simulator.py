@@ -40,11 +40,11 @@ class Rules:
     next_generation: Callable[..., int] = recovery.next_generation
     is_kept: Callable[..., bool] = recovery.is_kept
     shares_written: Callable[..., tuple[int, ...]] = recovery.shares_written
-    buffer_of: Callable[[int], int] = recovery.buffer_of
+    next_buffer: Callable[..., int] = recovery.next_buffer
     may_forget: Callable[[int], bool] = recovery.may_forget
     complete_copies: Callable[..., Any] = recovery.complete_copies
     candidates: Callable[..., Any] = recovery.candidates
-    kept_parts: Callable[..., set[str]] = recovery.kept_parts
+    kept_parts: Callable[[set[str], set[str]], set[str]] = set.union
     begin_pass: Callable[[PassCount, int], PassCount] = lambda passes, epoch: passes.begin(
         epoch, {}
     )
@@ -222,6 +222,7 @@ class Generation:
         self.number = 0
         self.branch = self.rules.draw_branch(self.rng)
         self.num_kept = 0
+        self.buffer = 0
         self.kept: Version | None = None
         self.full: set[int] = set()
         self.registered: set[str] = {"model"}
@@ -482,7 +483,13 @@ class Generation:
             self.countdown = -1
             cuts = self.draw_cuts()
         parts = frozenset(rules.kept_parts(self.registered, self.unclaimed))
-        buffer = rules.buffer_of(self.num_kept)
+        buffer = self.buffer = rules.next_buffer(self.buffer, again=False)
+        if rules.may_forget(self.num_kept + 1) and not self.full:
+            # Before the copy: there may be room for one generation alone.
+            for index, _ in self.members:
+                files = self.history.hosts[index].files
+                for old in [key for key in files if key[0] < self.number]:
+                    del files[old]
         for replica, (index, number, local, num) in enumerate(self.replicas):
             if index in self.full:
                 continue
@@ -510,10 +517,6 @@ class Generation:
                 )
                 if left is not None:
                     left -= 1
-            else:
-                if local == 0 and rules.may_forget(self.num_kept + 1):
-                    for old in [key for key in files if key[0] < self.number]:
-                        del files[old]
         self.kept = version
         self.num_kept += 1
         dead = set() if cuts is None else set(cuts)

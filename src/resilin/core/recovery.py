@@ -14,7 +14,7 @@ number drawn at the start, tells them apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -100,7 +100,7 @@ def shares_written(local_replica: int, num_local_replicas: int) -> tuple[int, ..
     return (local_replica,) if neighbour == local_replica else (local_replica, neighbour)
 
 
-def buffer_of(num_kept: int) -> int:
+def next_buffer(last: int, *, again: bool) -> int:
     """Which of a replica's two buffers the next copy goes to.
 
     The copy before stays whole while this one is written: all replicas of the host have completed
@@ -108,9 +108,11 @@ def buffer_of(num_kept: int) -> int:
     complete.
 
     Args:
-        num_kept: Copies that this replica has begun in this generation.
+        last: The buffer of the last copy, 0 or 1.
+        again: Whether that one is written over. Only where the state that the generation resumed
+            from is still there, and there is no room for a third one.
     """
-    return num_kept % 2
+    return last if again else 1 - last
 
 
 def may_forget(num_kept: int) -> bool:
@@ -120,7 +122,7 @@ def may_forget(num_kept: int) -> bool:
     that copy is complete on all replicas of the host.
 
     Args:
-        num_kept: Copies that this replica has completed in this generation.
+        num_kept: Number of the copy that is to be written, from 1.
     """
     return num_kept >= 2
 
@@ -228,14 +230,3 @@ def candidates(held: Iterable[Held], saved: Sequence[Version] = ()) -> list[Cand
                 found.insert(0, each)
                 break
     return found
-
-
-def kept_parts(registered: Collection[str], unclaimed: Collection[str]) -> set[str]:
-    """Names of the parts that a state must hold.
-
-    Args:
-        registered: Parts that objects of this process have registered for.
-        unclaimed: Parts of the state that the job resumed from, for which nobody has registered
-            yet: a loader may register in its first step only.
-    """
-    return {*registered, *unclaimed}

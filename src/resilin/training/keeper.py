@@ -112,13 +112,13 @@ class Keeper:
         with self.lock:
             self._forget_earlier(memory)
             try:
-                self._write(memory, version)
+                self._write(memory, version, again=False)
             except OSError:
                 # Not the state that this generation began with: until the first copy of its own is
                 # complete on all replicas, that is the only one.
                 memory.forget(before=self._engine.generation, but=self.resumed)
                 try:
-                    self._write(memory, version)
+                    self._write(memory, version, again=self._needs_resumed(memory))
                 except OSError as error:
                     self._failed(memory, version, error)
                     return
@@ -132,12 +132,16 @@ class Keeper:
         self._kept = version
         self._num_kept += 1
 
-    def _write(self, memory: MemoryCopies, version: Version) -> None:
-        engine, registry = self._engine, self._registry
-        resumed = self.resumed
-        # While the state that this generation began with is needed, it is one of the two buffers:
-        # there may be room for no third one, and a replica that waits for it would wait for ever.
-        again = self._num_kept > 0 and not self._forgot and resumed in memory.versions()
+    def _needs_resumed(self, memory: MemoryCopies) -> bool:
+        """Whether the state that this generation began with is one of the two that must stay.
+
+        There is no room for a third one then, and a replica that waited for it would wait for ever:
+        its first copy is written over.
+        """
+        return self._num_kept > 0 and not self._forgot and self.resumed in memory.versions()
+
+    def _write(self, memory: MemoryCopies, version: Version, *, again: bool) -> None:
+        engine, registry, resumed = self._engine, self._registry, self.resumed
         memory.keep(
             registry.take(version),
             registry.take_sums(version.epoch),

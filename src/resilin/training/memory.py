@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from resilin.core.recovery import CopyFile, complete_copies, shares_written
+from resilin.core.recovery import CopyFile, complete_copies, next_buffer, shares_written
 from resilin.engine.devices import to_host
 from resilin.engine.processes import process_gone, process_start
 from resilin.training.snapshot import Json, OwnState, Snapshot, Version, names, shares
@@ -138,7 +138,7 @@ class MemoryCopies:
             RuntimeError: A process of another job writes to the same file.
         """
         before = self._turn
-        self._turn = before if again else 1 - before
+        self._turn = next_buffer(before, again=again)
         try:
             self._keep(snapshot, sums, place, own, previous)
         except BaseException:
