@@ -42,6 +42,8 @@ def test_the_public_names_are_frozen():
         "remaining_epochs_until",
         "reset_job",
         "resume",
+        "sample_generator",
+        "sample_rng",
         "stop_when",
     ]
     for name in resilin.__all__:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from resilin.training.optimizer import accumulate
     from resilin.training.parallel import AdaptiveDataParallel
     from resilin.training.planning import plan
+    from resilin.training.sampling import sample_generator, sample_rng
     from resilin.training.split_check import check_split
     from resilin.training.watching import events_to, listen, record
 
@@ -54,6 +55,8 @@ _HOMES = {
     "remaining_epochs_until": "resilin.training.epochs",
     "reset_job": "resilin.training.job",
     "resume": "resilin.training.keeping",
+    "sample_generator": "resilin.training.sampling",
+    "sample_rng": "resilin.training.sampling",
     "stop_when": "resilin.training.keeping",
 }
 
@@ -82,6 +85,8 @@ __all__ = [
     "remaining_epochs_until",
     "reset_job",
     "resume",
+    "sample_generator",
+    "sample_rng",
     "stop_when",
 ]
 

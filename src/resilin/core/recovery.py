@@ -215,10 +215,15 @@ def candidates(held: Iterable[Held], saved: Sequence[Version] = ()) -> list[Cand
         parts.setdefault(state.version, {}).update(state.parts)
         sizes[state.version] = state.num_replicas
         previous[state.version] = state.previous
-    found = [
-        Candidate(version, "memory", len(there) == sizes[version] or not any(there.values()))
-        for version, there in parts.items()
-    ]
+
+    def whole(version: Version) -> bool:
+        there, before = parts[version], previous[version]
+        # A replica that is missing had something in the copy before, if it had anything.
+        earlier = {} if before is None else parts.get(before, {})
+        missing = [holds for replica, holds in earlier.items() if replica not in there]
+        return len(there) == sizes[version] or not any([*there.values(), *missing])
+
+    found = [Candidate(version, "memory", whole(version)) for version in parts]
     found += [Candidate(version, "checkpoint", True) for version in saved]
     # Memory before storage, where both have the same state: it is the faster one.
     found.sort(key=lambda each: (each.version, each.source == "memory"), reverse=True)

@@ -31,6 +31,8 @@ TAILS: tuple[Tail, ...] = ("short", "straddle", "drop")
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_SAMPLES = 0x5A3F1C8E6B2D9047
+"""Keeps the seeds of samples apart from the keys of the order."""
 _HALF = np.uint64(32)
 _ROUNDS = 8
 _MAX_SAMPLES = 2**48
@@ -156,6 +158,16 @@ class SampleStream:
             offsets = first + positions.step * np.arange(len(here), dtype=np.int64)
             pieces.append(self._order(epoch, offsets))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def keys(self, positions: range) -> NDArray[np.uint64]:
+        """Seeds for random numbers of the samples at these positions: they depend on nothing else.
+
+        Args:
+            positions: Ascending positions, as for `indices`.
+        """
+        places = np.arange(positions.start, positions.stop, positions.step, dtype=np.uint64)
+        seed = _mix(np.full(1, self.seed, dtype=np.uint64) ^ np.uint64(_SAMPLES))
+        return _mix(places ^ seed)
 
     def _order(self, epoch: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
         if not self.shuffle:

@@ -77,6 +77,16 @@ class Device:
     def release_memory(self) -> None:
         """Gives back what is kept for later, after memory ran out."""
 
+    def random_state(self) -> Tensor | None:
+        """State of its random generator, on the host; None if it has none apart from the host's."""
+        return None
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Takes over what `random_state` returned."""
+
+    def seed(self, seed: int) -> None:
+        """Seeds its random generator, if it has one of its own."""
+
 
 class Cuda(Device):
     """NVIDIA's, and AMD's under the same name."""
@@ -122,6 +132,19 @@ class Cuda(Device):
     def release_memory(self) -> None:
         """The blocks that the allocator keeps."""
         torch.cuda.empty_cache()
+
+    def random_state(self) -> Tensor | None:
+        """Of the current device: seed and offset, which the host knows without waiting."""
+        known = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return torch.cuda.get_rng_state() if known else None
+
+    def set_random_state(self, state: Tensor) -> None:
+        """For the current device."""
+        torch.cuda.set_rng_state(state)
+
+    def seed(self, seed: int) -> None:
+        """For the current device."""
+        torch.cuda.manual_seed(seed)
 
 
 class Xla(Device):

@@ -12,6 +12,7 @@ from resilin.core.hang import Phase
 from resilin.engine import environment, lost
 from resilin.training.job import Job
 from resilin.training.protection import from_environment
+from resilin.training.randomness import NAME, RandomStates
 from resilin.training.recorder import Recorder, log_directory
 from resilin.training.recovery import Recovery
 
@@ -57,6 +58,8 @@ def start(job: Job) -> Recovery:
         environment.log_to_stderr()
         if job.engine.restartable:
             lost.tell_briefly(job.engine.replica)
+        job.random = RandomStates(job)
+        job.registry.add_own(NAME, job.random)
         job.recovery = Recovery(job, job.protection or from_environment())
         job.recovery.start()
         job.recorder = Recorder(job, log_directory(job), job.recovery.resumed_from)
@@ -85,8 +88,16 @@ def begin_step(job: Job, asked_by: object = None) -> None:
     recovery, recorder = _step_over(job, asked_by)
     recovery.between_steps()
     job.engine.begin_step()
+    assert job.random is not None
+    job.random.begin_step()
     recorder.step_begins()
     job.engine.pulse.begin_step()
+
+
+def leave_out_pass(job: Job) -> None:
+    """Called in place of a pass over the data that was complete before a restart."""
+    assert job.random is not None
+    job.random.leave_out_pass()
 
 
 def end_epoch(job: Job, asked_by: object = None) -> None:

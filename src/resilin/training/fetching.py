@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, default_collate
 
 from resilin.core.stream import SampleStream
+from resilin.training.randomness import preserved
 from resilin.training.tickets import (
     CannotSplit,
     Ticket,
@@ -47,6 +49,8 @@ class Fetcher:
             options["persistent_workers"] = True
             options["worker_init_fn"] = WorkerInit(options.pop("worker_init_fn", None))
         collate = options.pop("collate_fn", None) or default_collate
+        # Its own: a DataLoader draws a seed for its workers, from the global one if it has none.
+        options["generator"] = torch.Generator().manual_seed(stream.seed)
         # Weak, or owner and fetcher would be a cycle: see TicketSampler.
         self._cut = weakref.WeakMethod(cut)
         self._dataset = TicketDataset(dataset, stream, collate)
@@ -113,8 +117,13 @@ class Fetcher:
             return first, count
 
     def one(self, position: int) -> Any:
-        """The sample at one position, collated; fetched here and now."""
-        _, batch = self._dataset[self._ticket(range(position, position + 1))]
+        """The sample at one position, collated; fetched here and now.
+
+        It is no part of what the script would fetch, so the global random generators are left as
+        they are.
+        """
+        with preserved():
+            _, batch = self._dataset[self._ticket(range(position, position + 1))]
         return batch
 
     def next_ticket(self) -> Ticket:

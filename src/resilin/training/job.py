@@ -29,6 +29,7 @@ from resilin.engine.group import detect
 from resilin.training.ballot import Voter
 from resilin.training.cursor import Cursors
 from resilin.training.protection import Protection
+from resilin.training.randomness import RandomStates
 from resilin.training.registry import Registry
 
 logger = logging.getLogger("resilin")
@@ -261,6 +262,10 @@ class Job:
     """The `Iteration` over a loader that handed out the latest micro-batch."""
     training_passes: list[Any] = field(default_factory=list)
     """The open iterations that train, in the order in which they began."""
+    random: RandomStates | None = None
+    """The random generators of this replica; None until the job has started."""
+    seeded_at: int | None = None
+    """The step at which they were seeded anew on all replicas, if that was done."""
     epoch_is_new: bool = False
     """Whether the loop has begun an epoch and not yet asked a loader for its data."""
     _engine: Engine | None = None
@@ -311,6 +316,7 @@ class Job:
             "clock": self.clock.state(),
             "epoch": self.epoch,
             "replicas": self.engine.num_replicas,
+            "seeded_at": self.seeded_at,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -318,6 +324,7 @@ class Job:
         self.clock = Clock.from_state(state["clock"])
         self.epoch = int(state["epoch"])
         self.replicas_before = int(state["replicas"])
+        self.seeded_at = state.get("seeded_at")
 
     @property
     def total_steps(self) -> float | None:

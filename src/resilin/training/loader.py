@@ -21,7 +21,7 @@ from resilin.core.clock import Reference, step_scale
 from resilin.core.plan import BatchPlan
 from resilin.core.stream import TAILS, Ownership, SampleStream, Tail
 from resilin.training import iteration, steering
-from resilin.training.boundaries import begin_step, end_epoch, start
+from resilin.training.boundaries import begin_step, end_epoch, leave_out_pass, start
 from resilin.training.cursor import Cursor, former_name, refuse_other_data
 from resilin.training.fetching import Fetcher
 from resilin.training.iteration import Iteration
@@ -216,6 +216,8 @@ class AdaptiveDataLoader(SizedLoader):
             # It was left without being closed: by an exception that somebody keeps, for example.
             iteration.end(job, other)
         self._cursor.passes = self._cursor.passes.begin(job.epoch, iteration.positions(job))
+        if self._cursor.passes.left_out:
+            leave_out_pass(job)
         return not self._cursor.passes.left_out
 
     def _begin_iteration(self, job: Job, *, training: bool) -> Iteration:

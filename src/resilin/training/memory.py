@@ -252,8 +252,16 @@ class MemoryCopies:
 
     def owners(self, version: Version) -> set[int]:
         """The replicas of this host whose own state of this version is here."""
-        files = (file for file in self._files() if file.version == version)
-        return {file.meta["sums"]["replica"] for file in files if "own" in file.meta}
+        return set(self._own_trees(version))
+
+    def without_own(self, version: Version) -> set[int]:
+        """Those of them that have nothing of their own: their parts are empty."""
+        trees = self._own_trees(version)
+        return {replica for replica, tree in trees.items() if not any(tree.values())}
+
+    def _own_trees(self, version: Version) -> dict[int, Mapping[str, Json]]:
+        files = (file for file in self._files() if file.version == version and "own" in file.meta)
+        return {file.meta["sums"]["replica"]: file.meta["own"] for file in files}
 
     def own(self, version: Version) -> dict[int, OwnState]:
         """What replicas of this host have of their own in this version, by replica."""

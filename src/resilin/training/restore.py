@@ -33,6 +33,8 @@ class Content(NamedTuple):
     """What replicas have added to sums, by replica."""
     owners: set[int]
     """Replicas whose own state is there."""
+    empty: Collection[int] = ()
+    """Those of them that have nothing of their own."""
 
     def held(self, version: Version, num_replicas: int) -> Held:
         """The same as the record that decides which state wins.
@@ -42,7 +44,7 @@ class Content(NamedTuple):
             num_replicas: Replicas there are now. What each had of its own counts only if there are
                 as many as before, to get it back.
         """
-        own = self.owners if num_replicas == self.num_replicas else set()
+        own = self.owners - set(self.empty) if num_replicas == self.num_replicas else set()
         parts = {each: bool(sums) or each in own for each, sums in self.sums.items()}
         return Held(
             version=version,
@@ -77,7 +79,13 @@ def newest_state(
     if memory is not None:
         seen = memory.generations()
         here = {
-            v: Content(memory.num_replicas(v), memory.previous(v), memory.sums(v), memory.owners(v))
+            v: Content(
+                memory.num_replicas(v),
+                memory.previous(v),
+                memory.sums(v),
+                memory.owners(v),
+                memory.without_own(v),
+            )
             for v in memory.versions()
         }
     saved: list[Version] = []

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, Sampler, Subset, get_worker_info
 
 from resilin.core.stream import SampleStream
+from resilin.training.sampling import fetching, seed_globals
 
 
 class Ticket(NamedTuple):
@@ -70,11 +71,36 @@ class TicketDataset(Dataset[tuple[Ticket, Any]]):
 
     def __getitem__(self, ticket: Ticket) -> tuple[Ticket, Any]:
         indices: list[int] = self._stream.indices(ticket.positions).tolist()
-        if hasattr(self._dataset, "__getitems__"):
-            samples = self._dataset.__getitems__(indices)
+        keys: list[int] = self._stream.keys(ticket.positions).tolist()
+        in_worker = get_worker_info() is not None
+        if _fetches_many(self._dataset):
+            # What it draws depends on how the step is split; the sample is not known here.
+            samples = _fetch(self._dataset.__getitems__, indices, keys[0], in_worker, many=True)
         else:
-            samples = [self._dataset[index] for index in indices]
+            item = self._dataset.__getitem__
+            pairs = zip(indices, keys, strict=True)
+            samples = [_fetch(item, index, key, in_worker) for index, key in pairs]
         return ticket, self._collate(samples)
+
+
+def _fetches_many(dataset: Any) -> bool:
+    """Whether a dataset fetches several samples at once, and not one by one as a Subset may."""
+    if type(dataset) is Subset:
+        return _fetches_many(dataset.dataset)
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def _fetch(
+    get: Callable[[Any], Any], which: Any, key: int, in_worker: bool, *, many: bool = False
+) -> Any:
+    """Fetches one sample, or several, with random numbers that depend on their positions alone.
+
+    In the training process the global generators are the user's, as in any PyTorch loop.
+    """
+    if in_worker:
+        seed_globals(key)
+    with fetching(key, many=many):
+        return get(which)
 
 
 class WorkerInit:

@@ -1,0 +1,120 @@
+"""Random numbers of single samples: keyed by their position in the sample stream.
+
+Position and seed do not depend on the number of replicas, the batch size or the number of workers.
+So random numbers that are drawn from what is here are the same whatever happens to the job.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+T = TypeVar("T")
+_SEED_OF_NUMPY = 2**32
+
+
+class _Sample(threading.local):
+    """The sample that this thread is fetching."""
+
+    key: int | None = None
+    """Its seed; None outside of a fetch."""
+    many: bool = False
+    """Whether several samples are fetched at once, so that none is the current one."""
+    torch: torch.Generator | None = None
+    numpy: np.random.Generator | None = None
+
+
+_current = _Sample()
+
+
+@contextmanager
+def fetching(key: int, *, many: bool = False) -> Iterator[None]:
+    """Surrounds the fetch of the sample with this key.
+
+    Args:
+        key: The seed of the sample, from `SampleStream.keys`.
+        many: Whether several samples are fetched, and this is the key of the first.
+    """
+    before = (_current.key, _current.many, _current.torch, _current.numpy)
+    _current.key, _current.many, _current.torch, _current.numpy = key, many, None, None
+    try:
+        yield
+    finally:
+        _current.key, _current.many, _current.torch, _current.numpy = before
+
+
+def seed_globals(key: int) -> None:
+    """Seeds the global generators of Python, numpy and torch (CPU), as for one sample.
+
+    For worker processes, where nothing else draws from them.
+    """
+    random.seed(key)
+    np.random.seed(key % _SEED_OF_NUMPY)
+    # Not torch.manual_seed, which takes a hundred times as long.
+    torch.default_generator.manual_seed(key)
+
+
+def _key(name: str) -> int | None:
+    if _current.many:
+        raise RuntimeError(
+            f"{name}() was called while a dataset fetches several samples at once, in "
+            "__getitems__(), where no sample is the current one: draw in __getitem__(), and leave "
+            "__getitems__() out"
+        )
+    return _current.key
+
+
+def sample_generator(default: torch.Generator | None = None) -> torch.Generator:
+    """The random generator of the sample that is being fetched, for datasets and transforms.
+
+    It is seeded by the seed of the loader and the position of the sample in its order, and nothing
+    else: what is drawn from it is the same for any number of replicas and workers, at any batch
+    size, and after a restart; and another one in each epoch. Within one sample each call returns
+    the same generator.
+
+    Args:
+        default: What to return outside of an `AdaptiveDataLoader`, such as in a stock DataLoader.
+
+    Raises:
+        RuntimeError: It is called outside of an `AdaptiveDataLoader`, and there is no default; or
+            in the `__getitems__` of a dataset.
+    """
+    key = _key("sample_generator")
+    if key is None:
+        return _default("sample_generator", default)
+    if _current.torch is None:
+        _current.torch = torch.Generator().manual_seed(key)
+    return _current.torch
+
+
+def sample_rng(default: np.random.Generator | None = None) -> np.random.Generator:
+    """The same as `sample_generator`, for numpy.
+
+    Args:
+        default: What to return outside of an `AdaptiveDataLoader`.
+
+    Raises:
+        RuntimeError: As in `sample_generator`.
+    """
+    key = _key("sample_rng")
+    if key is None:
+        return _default("sample_rng", default)
+    if _current.numpy is None:
+        _current.numpy = np.random.Generator(np.random.PCG64(key))
+    return _current.numpy
+
+
+def _default(name: str, default: T | None) -> T:
+    if default is None:
+        raise RuntimeError(
+            f"{name}() was called outside of an AdaptiveDataLoader, so there is no sample whose "
+            "random numbers it could give: call it in the dataset's __getitem__() or in a "
+            "transform, or pass default="
+        )
+    return default
