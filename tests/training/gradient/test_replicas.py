@@ -400,13 +400,13 @@ def test_tangled_models_in_many_buckets(world, compiled):
 @pytest.mark.world_size(2)
 def test_a_step_that_is_left_in_the_middle_is_begun_again_with_unused_parameters():
     net, optimizer, model = make(Tangled(), find_unused_parameters=True)
-    whole = Whole(Tangled())
-    for x, y, _ in loader():
+    whole, batches = Whole(Tangled()), loader()
+    for x, y, _ in batches:
         F.mse_loss(model(x + 9), y).backward()  # all of it is used
         break
 
     def train():
-        for x, y, _ in loader():
+        for x, y, _ in batches:
             before = model.clock.steps
             F.mse_loss(model(x), y).backward()
             optimizer.step()
