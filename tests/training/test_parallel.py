@@ -445,7 +445,7 @@ def test_a_look_at_the_data_before_training_does_not_move_the_clock():
     train(model, optimizer, loader)
     assert scheduler.last_epoch == 8 == model.clock.sample_steps
     # Another loader of the same job goes on counting.
-    train(model, optimizer, resilin.AdaptiveDataLoader(data(), batch_size=8))
+    train(model, optimizer, resilin.AdaptiveDataLoader(data(), batch_size=8, fingerprint="other"))
     assert scheduler.last_epoch == 16
 
 

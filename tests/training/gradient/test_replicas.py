@@ -397,29 +397,6 @@ def test_tangled_models_in_many_buckets(world, compiled):
     assert_identical(flat(average))
 
 
-@pytest.mark.world_size(2)
-def test_a_step_that_is_left_in_the_middle_is_begun_again_with_unused_parameters():
-    net, optimizer, model = make(Tangled(), find_unused_parameters=True)
-    whole, batches = Whole(Tangled()), loader()
-    for x, y, _ in batches:
-        F.mse_loss(model(x + 9), y).backward()  # all of it is used
-        break
-
-    def train():
-        for x, y, _ in batches:
-            before = model.clock.steps
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if model.clock.steps > before:
-                whole.step()
-                whole.assert_same(net)
-
-    with pytest.warns(UserWarning, match="left without optimizer.step"):
-        train()
-    assert model.clock.steps == 8
-
-
 @worlds
 def test_a_scaler_skips_a_step_on_all_replicas(world):
     net = deep()
