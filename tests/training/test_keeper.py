@@ -136,7 +136,7 @@ def test_attempts_become_rare_and_never_stop(host, monkeypatch):
     host.room = 0
     tried = []
 
-    def write(_, version):
+    def write(_, version, *, again):
         tried.append(version.step)
         raise OSError("no room")
 
