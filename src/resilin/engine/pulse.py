@@ -1,8 +1,8 @@
 """What a worker shows of itself to the agent that supervises it: in a small file in memory.
 
 A worker that waits for another one, hangs in its own code, or was stopped, cannot say so. So each
-of them writes down what it does while it does it, which costs less than a microsecond, and the
-agent looks at all of them. The file outlives the worker, and tells afterwards how far it came.
+of them writes down what it does while it does it, which costs a few microseconds, and the agent
+looks at all of them. The file outlives the worker, and tells afterwards how far it came.
 
 What the worker's own stacks are, only it can say. It is asked by a signal, which works while the
 main thread waits in native code, but not while the process is stopped.
@@ -78,6 +78,7 @@ class FilePulse(Pulse):
 
     def __init__(self, directory: Path, local_rank: int) -> None:
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._beats = self._begun = self._steps = self._alive = self._flags = 0
         self._began = -1
         self._phase = Phase.START
@@ -130,7 +131,7 @@ class FilePulse(Pulse):
         self._thread.join()
 
     def _write(self) -> None:
-        fields = (os.getpid(), self._beats, self._begun, self._steps, self._began)
+        fields = (self._pid, self._beats, self._begun, self._steps, self._began)
         _RECORD.pack_into(self._map, 0, _MAGIC, *fields, int(self._phase), self._alive, self._flags)
 
     def _live(self) -> None:
