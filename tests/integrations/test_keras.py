@@ -599,6 +599,20 @@ def test_a_file_is_written_by_one_process_and_restored_models_train_on(tmp_path)
 # What is refused -----------------------------------------------------------------------------
 
 
+def test_a_job_trains_one_model_also_after_it_was_released():
+    x, y, _ = make_data()
+    net = make_net()
+    model = Model(net, REFERENCE, rule="constant")
+    model.fit(x, y, verbose=0)
+    with pytest.raises(ValueError, match=r"something else for 1 epochs.*resilin\.reset_job"):
+        Model(make_net(), REFERENCE).fit(x, y, verbose=0)
+    model.release()
+    with pytest.raises(ValueError, match=r"something else for 1 epochs.*resilin\.reset_job"):
+        Model(make_net(), REFERENCE).fit(x, y, verbose=0)
+    model.fit(x, y, verbose=0)
+    assert int(net.optimizer.iterations) == 22
+
+
 class Freezes(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         self.model.layers[0].trainable = epoch == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import keras  # type: ignore[import-untyped]
@@ -11,7 +12,7 @@ from resilin.core import _validate
 from resilin.core.rules import ScalingRule
 from resilin.engine.group import init_process_group
 from resilin.integrations.keras import compiled, data, fit
-from resilin.integrations.keras.progress import Progress
+from resilin.integrations.keras.progress import NAME, Progress
 from resilin.integrations.keras.refusals import check_fit, check_model, check_step, is_writer
 from resilin.integrations.keras.steps import Steps
 from resilin.training.boundaries import start
@@ -217,7 +218,11 @@ class Model:
         given, held = (x, y, sample_weight), validation_data
         if validation_split and held is None:
             given, held = data.hold_out(given, validation_split)
-        loader = data.make_loader(*given, class_weight, shuffle=shuffle, make=self._make_loader)
+        progress = self._begin_call()
+        span = range(initial_epoch, epochs)
+        number, first = progress.call(len(span))
+        make = partial(self._make_loader, number)
+        loader = data.make_loader(*given, class_weight, shuffle=shuffle, make=make)
         if loader.batch_size != self.batch_size:
             raise ValueError(
                 f"batch_size ({loader.batch_size}) of the AdaptiveDataLoader must be that of the "
@@ -227,9 +232,6 @@ class Model:
         if self._sizing is not None:
             self._sizing(loader)
         self.model._symbolic_build(data_batch=loader.example())
-        progress = self._begin_call()
-        span = range(initial_epoch, epochs)
-        number, first = progress.call(len(span))
         start(progress.job)
         if progress.is_over(number):
             return progress.skip(number)
@@ -254,16 +256,27 @@ class Model:
         )
 
     def _begin_call(self) -> Progress:
-        known = self._progress
-        if known is None or known.job is not current_job():
-            known = self._progress = Progress(self.model)
-        return known
+        known, job = self._progress, current_job()
+        if known is not None and known.job is job:
+            # Again, after release().
+            job.registry.add(NAME, known)
+            return known
+        other = job.model is not None or job.epoch > 0
+        if other and job.registry.restored(NAME) is None:
+            raise ValueError(
+                f"the job has trained something else for {job.epoch} epochs, and one model is all "
+                "it can train: call resilin.reset_job() to begin another job"
+            )
+        self._progress = Progress(self.model)
+        return self._progress
 
-    def _make_loader(self, dataset: Any, **settings: Any) -> AdaptiveDataLoader:
+    def _make_loader(self, number: int, dataset: Any, **settings: Any) -> AdaptiveDataLoader:
         return AdaptiveDataLoader(
             dataset,
             self.batch_size,
             max_local_bsz=self._max_local_bsz,
+            # Each call of `fit` has a loader of its own, also over the same data.
+            fingerprint=f"fit {number}: {type(dataset).__qualname__}[{len(dataset)}]",
             **self._loading,
             **settings,
         )
@@ -293,3 +306,5 @@ class Model:
         if self._steps is not None:
             self._steps.release()
             self._steps = None
+        if self._progress is not None:
+            self._progress.job.registry.remove(NAME)
