@@ -1,11 +1,13 @@
 """Who has the newest state, and how the others get it."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 
 from resilin.core.recovery import candidates
+from resilin.training.checkpoint import Checkpoints
 from resilin.training.job import current_job
 from resilin.training.memory import MemoryCopies, Place
 from resilin.training.restore import Content, newest_state
@@ -97,3 +99,18 @@ def test_what_each_has_of_its_own_comes_from_all_hosts(tmp_path):
     copies.keep(state(7), {}, Place(replica(), 0, 1, replica()), mine)
     snapshot, *_ = newest_state(current_job().engine, copies, None)
     assert [int(snapshot.state(f"own/{i}/random")) for i in range(2)] == [0, 1]
+
+
+def test_a_memory_copy_wins_over_checkpoints_older_than_a_corrupt_one(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    for step in (3, 9):
+        commit = checkpoints.save(state(step, replicas=1))
+    for file in Path(commit.path).glob("*.distcp"):
+        file.write_bytes(b"torn")
+    copies = MemoryCopies(tmp_path / "memory")
+    keep(copies, state(7, replicas=1), {}, who=0)
+    snapshot, source, _ = newest_state(current_job().engine, copies, checkpoints)
+    assert (snapshot.version.step, source) == (7, "memory")
+    copies.forget()
+    snapshot, source, _ = newest_state(current_job().engine, copies, checkpoints)
+    assert (snapshot.version.step, source) == (3, "checkpoint")

@@ -97,9 +97,18 @@ def newest_state(
     generation = next_generation([*saved, *(Version(each, 0) for each in visible)])
     contents = [contents for contents, _, _ in everyone]
     held = [c.held(v, engine.num_replicas) for each in contents for v, c in each.items()]
-    for candidate in candidates(held, saved):
+    order = candidates(held, saved)
+    for index, candidate in enumerate(order):
         if candidate.source == "checkpoint":
-            break
+            assert checkpoints is not None
+            if index and order[index - 1].source == "checkpoint":
+                continue
+            # All of them down to the next copy in memory, which wins over older checkpoints.
+            copies = (each.version for each in order[index:] if each.source == "memory")
+            snapshot = checkpoints.newest(engine.group("control"), at_least=next(copies, None))
+            if snapshot is not None:
+                return Newest(snapshot, "checkpoint", generation)
+            continue
         snapshot = _from_memory(engine, memory, candidate.version)
         if snapshot is None:
             continue

@@ -18,7 +18,7 @@ from resilin.training.checkpoint.peers import Peers
 from resilin.training.checkpoint.reader import read
 from resilin.training.checkpoint.storage import open_storage
 from resilin.training.checkpoint.writer import Stage
-from resilin.training.snapshot import Snapshot
+from resilin.training.snapshot import Snapshot, Version
 
 logger = logging.getLogger("resilin.checkpoint")
 
@@ -162,13 +162,19 @@ class Checkpoints:
         """
         return Snapshot(commit.version, commit.tree, read(self._storage, commit, Peers(group)))
 
-    def newest(self, group: dist.ProcessGroup | None = None) -> Snapshot | None:
+    def newest(
+        self, group: dist.ProcessGroup | None = None, *, at_least: Version | None = None
+    ) -> Snapshot | None:
         """Loads the newest checkpoint that is whole, on all replicas together.
 
         One that is corrupt is skipped, with a warning.
 
+        Args:
+            group: The replicas; None for a job of one process.
+            at_least: A state that can be had elsewhere: checkpoints of older ones are left alone.
+
         Returns:
-            The snapshot, or None if there is no checkpoint.
+            The snapshot, or None if there is no such checkpoint.
 
         Raises:
             CorruptCheckpoint: There are checkpoints, and none of them is whole: to begin from
@@ -178,11 +184,13 @@ class Checkpoints:
         """
         commits, problems = Peers(group).lead(self._readable)
         for commit in commits:
+            if at_least is not None and commit.version < at_least:
+                break
             try:
                 return self.load(commit, group)
-            except CorruptCheckpoint as error:  # noqa: PERF203
+            except CorruptCheckpoint as error:
                 problems.append(str(error))
                 logger.warning("a checkpoint is skipped: %s", error)
-        if problems:
+        if problems and at_least is None:
             raise CorruptCheckpoint(f"no checkpoint is whole: {'; '.join(problems)}")
         return None
