@@ -127,6 +127,7 @@ def main() -> None:
     figures = {
         "programs": len(outcomes),
         "kills": sum(outcome.kills for outcome in outcomes),
+        "terminated": sum(outcome.terms for outcome in outcomes),
         "lives": sum(outcome.lives for outcome in outcomes),
         "silent_differences": sum(outcome.kind == "different" for outcome in outcomes),
         "errors": sum(outcome.kind == "error" for outcome in outcomes),

@@ -49,6 +49,9 @@ class Outcome:
     detail: str = ""
     distance: float = 0.0
     kills: int = 0
+    """SIGKILLs that have happened: a case may end before one that is planned."""
+    terms: int = 0
+    """SIGTERMs that have happened."""
     lives: int = 0
 
     @property
@@ -194,11 +197,7 @@ def source(case: Case) -> str:
 def final_state(case: Case, path: Path) -> dict[str, Any] | Outcome:
     """What all replicas of the last life wrote down alike, or what became of the case instead."""
     lives = len(list(path.glob("life-*")))
-    facts: dict[str, Any] = {
-        "case": case,
-        "kills": len(list(path.glob("killed-*"))),
-        "lives": lives,
-    }
+    facts: dict[str, Any] = {"case": case, **_counted(path)}
     how = (path / "done").read_text()
     if how == "error":
         errors = [json.loads(p.read_text()) for p in path.glob(f"error-{lives - 1}-*")]
@@ -238,9 +237,17 @@ def judge(case: Case, path: Path, twin: dict[str, Any] | Outcome | None = None) 
         kind="different" if where else "same",
         detail=where,
         distance=distance,
-        kills=len(list(path.glob("killed-*"))),
-        lives=len(list(path.glob("life-*"))),
+        **_counted(path),
     )
+
+
+def _counted(path: Path) -> dict[str, int]:
+    how = [marker.read_text() for marker in path.glob("killed-*")]
+    return {
+        "kills": sum(text.startswith("kill") for text in how),
+        "terms": sum(text.startswith("term") for text in how),
+        "lives": len(list(path.glob("life-*"))),
+    }
 
 
 def family(name: str) -> Any:

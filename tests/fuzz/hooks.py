@@ -39,9 +39,10 @@ class Plan:
             if self._left != 0 or os.getpid() != self._pid:
                 return
             assert self.kill is not None
-            text = "wipe" if self.kill.wipe else "kill"
+            text = "term" if self.kill.term else "kill"
+            text += "-wipe" if self.kill.wipe else ""
             (self.folder / f"killed-{self.life}").write_text(text)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGTERM if self.kill.term else signal.SIGKILL)
 
     def start(self) -> None:
         """Counts lines of resilin's own files, if the kill is to come there."""

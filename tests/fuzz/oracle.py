@@ -140,6 +140,8 @@ class Oracle:
         """One batch. Returns whether the optimizer stepped; a GradScaler may have skipped it."""
         p = self.p
         indices = torch.as_tensor(self.stream.indices(span))
+        if p.bad != "none":
+            indices = indices[indices != parts.BAD]
         x, y, idx, weight = (tensor[indices] for tensor in self.data.tensors)
         self.optimizer.zero_grad()
         out, seen = self.net(x, idx)
@@ -178,7 +180,7 @@ class Oracle:
         made = self._reference_steps(span.stop) - self._reference_steps(self.cursor)
         before_time, self.sample_steps = self.sample_steps, self.sample_steps + made
         self.steps += 1
-        self.samples += len(span)
+        self.samples += len(indices)
         if self.scheduler is not None and p.schedule == "clock":
             num = math.floor(self.sample_steps + ROUNDING) - math.floor(before_time + ROUNDING)
             for _ in range(num):

@@ -17,6 +17,8 @@ from tests.fuzz.program import Program
 
 FEATURES = 3
 NUM_TEST = 7
+BAD = 3
+"""The sample that is not fit for training."""
 MAX_NORM = 0.3
 """Threshold of clipping, at the reference batch."""
 WARMUP = 5.0
@@ -39,12 +41,17 @@ def test_data(p: Program) -> TensorDataset:
     return TensorDataset(x, y, torch.zeros(NUM_TEST, dtype=torch.long), torch.ones(NUM_TEST))
 
 
+class BadSample(Exception):
+    """What a model raises that cannot use a sample."""
+
+
 class Net(nn.Module):
     """A small model that also counts: each use of a sample gives its `seen` a gradient of 1/B."""
 
     def __init__(self, p: Program) -> None:
         super().__init__()
         self.kind = p.net
+        self.raises = p.bad == "raise"
         hidden = FEATURES if p.net in ("linear", "tied") else 4
         self.first = nn.Linear(FEATURES, hidden)
         if p.net != "linear":
@@ -59,6 +66,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, idx: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.first(x)
+        if self.raises and self.training and bool((idx == BAD).any()):
+            raise BadSample
         if self.kind == "checkpointed":
             hidden = checkpoint(self._middle, hidden, use_reentrant=False)
         elif self.kind != "linear":

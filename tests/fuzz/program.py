@@ -57,7 +57,7 @@ PLACES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """SIGKILL of one replica in one life of the job."""
+    """SIGKILL (or SIGTERM) of one replica in one life of the job."""
 
     replica: int
     """Which one, modulo the number of replicas of that life."""
@@ -65,6 +65,8 @@ class Kill:
     """A name of `HOOKS`, or `line:` and one of `PLACES`."""
     count: int
     """The kill comes when the point is reached for the `count`-th time in that life, from 1."""
+    term: bool = False
+    """Whether it is SIGTERM, on which a job saves its state and leaves."""
     wipe: bool = False
     """Whether the copies in memory are lost too, as with the host; only checkpoints are left."""
 
@@ -123,6 +125,10 @@ class Program:
     ema: bool = False
     train_stats: bool = False
     """Whether an Accumulator sums over each epoch of training."""
+    bad: str = "none"
+    """What the loop does with one sample that is not fit for training: `skip` leaves out the
+    backward pass where the loss is not finite, `raise` catches an exception of the forward pass.
+    The micro-batches have one sample each, so that nothing else is left out."""
     break_after: int | None = None
     """Committed steps after which an epoch of the loop is left, counted within the epoch."""
     evaluate: str = "none"
@@ -294,6 +300,8 @@ def generate(seed: int, *, max_world: int = 4, kills: bool = True) -> Case:
             fields["sizes"] = "auto"
     fields["recreate"] = chance(0.08)
     if chance(0.08):
+        fields["bad"] = dice.choice(("skip", "raise"))
+    if chance(0.08):
         fields["dropout"] = 0.3
     if chance(0.2):
         fields["break_after"] = dice.randint(1, 4)
@@ -355,6 +363,7 @@ def _kill(dice: random.Random, program: Program, hooks: Sequence[str]) -> Kill:
         replica=dice.randrange(4),
         at=at,
         count=count,
+        term=dice.random() < 0.1,
         wipe=program.checkpoints and dice.random() < 0.25,
     )
 
@@ -394,6 +403,20 @@ def possible(case: Case) -> Case:
         fixes["sizes"], fixes["trace"] = "fixed", ()
     if p.schedule == "clock" and p.scheduler in ("none", "ReduceLROnPlateau"):
         fixes["schedule"] = "epoch"
+    if p.bad != "none":
+        # Only the gradient is compared here: what a batch with fewer samples does to scale and
+        # clocks is another matter.
+        fixes.update(max_local_bsz=1, rule="constant", scaler=False, stats_every="auto")
+        fixes["tail"] = "straddle" if p.tail == "straddle" else "drop"
+        fixes["batch_size"] = max(2, p.batch_size)
+        fixes["num_samples"] = max(p.num_samples, largest, 2)
+        fixes["trace"] = tuple(max(2, size) for size in p.trace)
+        if p.sizes in ("schedule", "auto"):
+            fixes["sizes"], fixes["trace"] = "fixed", ()
+        if p.schedule == "clock":
+            fixes["schedule"] = "epoch"
+        fixes["net"] = "mlp" if p.net in ("sometimes", "compiled") else p.net
+        fixes["clip"] = "fixed" if p.clip != "none" else "none"
     if p.dropout:
         case = dataclasses.replace(case, worlds=case.worlds[:1])
         if p.sizes == "auto":

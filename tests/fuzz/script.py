@@ -167,17 +167,30 @@ def _loop(p: Program) -> list[str]:
     add("        before = model.clock.steps")
     if p.zero_first:
         add("        optimizer.zero_grad()")
+    body = []
     if p.weights == "model_weight":
-        add("        with model.weight(float(weight.sum())):")
-        add("            out, seen = model(x, idx)")
+        body.append("with model.weight(float(weight.sum())):")
+        body.append("    out, seen = model(x, idx)")
     else:
-        add("        out, seen = model(x, idx)")
-    add('        kill_point("forward")')
-    add("        loss = parts.sample_loss(p, out, y, seen, weight)")
+        body.append("out, seen = model(x, idx)")
+    body.append('kill_point("forward")')
+    body.append("loss = parts.sample_loss(p, out, y, seen, weight)")
     if p.scaler:
-        add("        scaler.scale(parts.overflow(loss, idx, scaler)).backward()")
+        body.append("scaler.scale(parts.overflow(loss, idx, scaler)).backward()")
+    elif p.bad == "skip":
+        body.append("if (idx == parts.BAD).any():")
+        body.append("    loss = loss * torch.nan")
+        body.append("if loss.isfinite():")
+        body.append("    loss.backward()")
     else:
-        add("        loss.backward()")
+        body.append("loss.backward()")
+    if p.bad == "raise":
+        add("        try:")
+        lines.extend("            " + line for line in body)
+        add("        except parts.BadSample:")
+        add("            pass")
+    else:
+        lines.extend("        " + line for line in body)
     add('        kill_point("backward")')
     if p.train_stats:
         add('        stats["samples"] += loader.current_samples')

@@ -51,7 +51,7 @@ def decide(folder: Path) -> dict[str, Any] | None:
         if (failed and not killed.exists()) or life > len(case.kills) + EXTRA_LIVES:
             (path / "done").write_text("error" if failed else "restart loop")
             continue
-        if killed.exists() and killed.read_text() == "wipe":
+        if killed.exists() and killed.read_text().endswith("-wipe"):
             shutil.rmtree(path / "memory", ignore_errors=True)
         (path / "memory").mkdir(exist_ok=True)
         (path / f"life-{life}").write_text(str(case.world(life)))
