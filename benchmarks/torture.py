@@ -38,7 +38,8 @@ FOUND = FUZZ / "found.jsonl"
 when the generator changes."""
 BATCH = 20
 """Cases that share one launched job."""
-QUICK_SEEDS = range(60)
+QUICK_SEEDS = range(40)
+"""Seeds of the quick form, after the cases that were found."""
 NUM_PROGRAMS, NUM_KILLS = 300, 300
 
 

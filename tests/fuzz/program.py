@@ -38,19 +38,22 @@ HOOKS = (
 
 PLACES = (
     "training/memory.py",
+    "training/keeper.py",
     "training/recovery.py",
     "training/restore.py",
     "training/registry.py",
     "training/snapshot.py",
     "training/checkpoint/",
     "training/loader.py",
+    "training/cursor.py",
     "training/fetching.py",
-    "training/step.py",
+    "training/gradient/",
     "training/parallel.py",
     "training/optimizer.py",
     "training/epochs.py",
     "training/",
     "engine/",
+    "core/",
 )
 """Files of resilin in which a replica may be killed, at the n-th line that is executed there."""
 
@@ -355,10 +358,10 @@ def _kill(dice: random.Random, program: Program, hooks: Sequence[str]) -> Kill:
         at = dice.choice(hooks)
         once = at in ("setup", "wrapped", "trained", "reported")
         rare = at in ("epoch", "epoch_end", "evaluating", "evaluated")
-        count = 1 if once else dice.randint(1, 2 if rare else 12)
+        count = 1 if once else dice.randint(1, 2 if rare else dice.choice((3, 12)))
     else:
         at = "line:" + dice.choice(PLACES)
-        count = int(2 ** dice.uniform(0, 11))
+        count = int(2 ** dice.uniform(0, dice.choice((6, 11))))
     return Kill(
         replica=dice.randrange(4),
         at=at,

@@ -7,14 +7,16 @@ right from wrong.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
+import resilin
 from tests.fuzz import driver
 from tests.fuzz.driver import difference
 from tests.fuzz.oracle import Oracle
-from tests.fuzz.program import Case, Kill, Program, generate
+from tests.fuzz.program import HOOKS, PLACES, Case, Kill, Program, generate
 from tests.fuzz.script import write
 from tests.fuzz.shrink import shrink, simpler
 
@@ -25,6 +27,14 @@ def test_a_seed_is_always_the_same_case_and_survives_its_text_form():
         assert case == generate(seed)
         assert Case.from_json(case.to_json()) == case
         compile(write(case.program), "script", "exec")
+
+
+def test_every_place_to_be_killed_in_is_there():
+    """A file that was moved would never be killed in again, and nobody would notice."""
+    package = Path(resilin.__file__).parent
+    assert [place for place in PLACES if not (package / place).exists()] == []
+    written = "".join(write(generate(seed).program) for seed in range(60))
+    assert [name for name in HOOKS if f'kill_point("{name}")' not in written] == []
 
 
 def test_the_oracle_counts_samples_exactly():
