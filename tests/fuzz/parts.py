@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -109,7 +110,7 @@ def make_optimizer(p: Program, net: Net) -> torch.optim.Optimizer:
     half = 1 + len(body) // 2 if p.groups == 2 else len(body)
     groups: list[dict[str, Any]] = [{"params": body[:half]}]
     if body[half:]:
-        groups.append({"params": body[half:], "lr": 0.03, "weight_decay": 0.002})
+        groups.append({"params": body[half:], "lr": 0.01, "weight_decay": 0.002})
     if p.optimizer in ("adam", "adamw"):
         make = torch.optim.Adam if p.optimizer == "adam" else torch.optim.AdamW
         groups.append({"params": [net.seen], "lr": 0.1, "weight_decay": 0.0})
@@ -119,7 +120,7 @@ def make_optimizer(p: Program, net: Net) -> torch.optim.Optimizer:
         groups[-1]["nesterov"] = False
     return torch.optim.SGD(
         groups,
-        lr=0.05,
+        lr=0.02,
         momentum=0.0 if p.optimizer == "sgd" else 0.9,
         nesterov=p.optimizer == "nesterov",
         weight_decay=p.weight_decay,
@@ -178,7 +179,8 @@ def make_scaler() -> torch.amp.GradScaler:
 
 def sample_loss(p: Program, out: Tensor, y: Tensor, seen: Tensor, weight: Tensor) -> Tensor:
     """The mean over samples, or over tokens."""
-    per_sample = ((out - y) ** 2).squeeze(1) + seen
+    # The gradient is bounded, so that no program diverges and blows rounding errors up.
+    per_sample = F.huber_loss(out, y, reduction="none").squeeze(1) + seen
     if p.weights == "samples":
         return per_sample.mean()
     return (per_sample * weight).sum() / weight.sum()
