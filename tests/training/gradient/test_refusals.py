@@ -443,3 +443,22 @@ def test_parameters_that_are_added_later_are_refused_by_name():
     x, _ = next(batches)
     with pytest.raises(ValueError, match=r"added after the module was wrapped \(0.weight is the f"):
         model(x)
+
+
+def test_losses_that_a_loop_keeps_alive_do_not_weigh_later_micro_batches():
+    data = TensorDataset(torch.arange(1.0, 11.0, dtype=torch.float64)[:, None])
+    module = nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    model = resilin.AdaptiveDataParallel(module, optimizer, rule="constant")
+    loader = resilin.AdaptiveDataLoader(data, batch_size=10, max_local_bsz=3)
+    losses, sizes = [], []
+    for (x,) in loader:
+        loss = model(x).mean()
+        # Without detach(): the graphs of all micro-batches stay.
+        losses.append(loss)
+        sizes.append(len(x))
+        loss.backward()
+        optimizer.step()
+    assert len(set(sizes)) > 1
+    assert module.weight.grad.item() == pytest.approx(5.5, rel=1e-12)
+    assert resilin.current_job().clock.samples == 10

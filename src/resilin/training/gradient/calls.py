@@ -41,6 +41,10 @@ class Calls:
         self.returned = ""
         """Type of what the last call returned, if no tensor in it requires a gradient."""
 
+    def next_micro_batch(self) -> None:
+        """Forgets the calls of the micro-batch before: a loop may keep their outputs alive."""
+        self._calls.clear()
+
     def reset(self) -> None:
         """Forgets the step."""
         self._calls.clear()

@@ -176,6 +176,7 @@ class StepGradient:
                     "middle of a step, between two of its micro-batches; freeze and unfreeze "
                     "between two optimizer steps"
                 )
+            self._calls.next_micro_batch()
         self.part = part
         self._weighed = False
         self._local.align(part.weight, copy=self._reducer is not None)
