@@ -120,7 +120,11 @@ def main(options: dict[str, Any]) -> None:
         "optimizer": parts.plain(trainer.optimizers[0].state_dict()),
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
-        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+        "metrics": {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if not name.startswith("resilin/")
+        },
     }
     if keeper is not None:
         state["best"] = str(keeper.best_model_path).rpartition("/")[2]
