@@ -117,6 +117,10 @@ class Program:
     """A static rule: `constant`, `linear`, `sqrt`, `malladi`, `legw`; or an adaptive one."""
     zero_first: bool = False
     """Whether `zero_grad()` stands at the top of the body rather than at its end."""
+    zero: str = "optimizer"
+    """Whose `zero_grad()`: that of the `optimizer`, or of the `model`."""
+    closure: bool = False
+    """Whether the loop hands a closure to `optimizer.step()`."""
     clip: str = "none"
     """Policy of `model.clip_grad_norm_`, or `none`."""
     scaler: bool = False
@@ -285,6 +289,9 @@ def generate(seed: int, *, max_world: int = 4, kills: bool = True) -> Case:
         fields["weight_decay"] = 0.01
     fields["rule"] = dice.choice(("constant", "linear", "sqrt", "malladi", "legw"))
     fields["zero_first"] = chance(0.4)
+    if chance(0.15):
+        fields["zero"] = "model"
+    fields["closure"] = chance(0.08)
     if chance(0.25):
         fields["clip"] = dice.choice(("loosen", "fixed", "invariant"))
     if chance(0.15):
@@ -420,6 +427,8 @@ def possible(case: Case) -> Case:
             fixes["schedule"] = "epoch"
         fixes["net"] = "mlp" if p.net in ("sometimes", "compiled") else p.net
         fixes["clip"] = "fixed" if p.clip != "none" else "none"
+    if p.closure and (p.scaler or p.bad != "none" or p.clip != "none" or p.zero_first):
+        fixes["closure"] = False
     if p.dropout:
         case = dataclasses.replace(case, worlds=case.worlds[:1])
         if p.sizes == "auto":

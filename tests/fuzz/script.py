@@ -166,7 +166,7 @@ def _loop(p: Program) -> list[str]:
     add('        kill_point("batch")')
     add("        before = model.clock.steps")
     if p.zero_first:
-        add("        optimizer.zero_grad()")
+        add(f"        {p.zero}.zero_grad()")
     body = []
     if p.weights == "model_weight":
         body.append("with model.weight(float(weight.sum())):")
@@ -184,7 +184,11 @@ def _loop(p: Program) -> list[str]:
         body.append("    loss.backward()")
     else:
         body.append("loss.backward()")
-    if p.bad == "raise":
+    if p.closure:
+        lines.extend(("", "        def closure():"))
+        lines.extend("            " + line for line in body)
+        lines.extend(("            return loss", ""))
+    elif p.bad == "raise":
         add("        try:")
         lines.extend("            " + line for line in body)
         add("        except parts.BadSample:")
@@ -198,14 +202,16 @@ def _loop(p: Program) -> list[str]:
         if p.scaler:
             add("        scaler.unscale_(optimizer)")
         add(f"        model.clip_grad_norm_(parts.MAX_NORM, policy={p.clip!r})")
-    if p.scaler:
+    if p.closure:
+        add("        optimizer.step(closure)")
+    elif p.scaler:
         add("        scaler.step(optimizer)")
         add("        scaler.update()")
     else:
         add("        optimizer.step()")
     add('        kill_point("stepped")')
     if not p.zero_first:
-        add("        optimizer.zero_grad()")
+        add(f"        {p.zero}.zero_grad()")
         add('        kill_point("zeroed")')
     if p.scheduler != "none" and p.schedule == "step":
         add("        scheduler.step()")
