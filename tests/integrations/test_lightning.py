@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import resilin
 from resilin.core.stream import SampleStream
 
 L = pytest.importorskip("lightning")
+import torchmetrics  # noqa: E402
 from lightning.pytorch.callbacks import (  # noqa: E402
     Checkpoint,
     GradientAccumulationScheduler,
@@ -321,6 +322,39 @@ def check_metrics(metrics, sizes):
     assert {"resilin/gain", "resilin/noise_scale", "resilin/progress", "loss_epoch"} <= set(metrics)
 
 
+class Logged(Net):
+    """Logs the numbers of its samples, in each way that there is."""
+
+    def __init__(self):
+        super().__init__()
+        self.total, self.mean = torchmetrics.SumMetric(), torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        x, y, index = batch
+        number = index.double()
+        self.log("mean", number.mean(), on_step=False, on_epoch=True, sync_dist=True)
+        for name in ("sum", "max", "min"):
+            value = getattr(torch, name)(number)
+            self.log(name, value, on_step=False, on_epoch=True, sync_dist=True, reduce_fx=name)
+        self.total.update(number)
+        self.mean.update(number)
+        self.log_dict({"total": self.total, "metric": self.mean}, on_step=False, on_epoch=True)
+        return F.cross_entropy(self.net(x), y)
+
+
+@pytest.mark.world_size(2)
+def test_values_of_an_epoch_are_over_each_of_its_samples_once():
+    # Steps of 8, 8 and 1 sample, in micro-batches of at most 3: in the last step one replica has
+    # no sample of its own.
+    subset = Subset(make_data(), range(17))
+    loader = resilin.AdaptiveDataLoader(subset, batch_size=8, max_local_bsz=3)
+    trainer = make_trainer(2, max_epochs=2)
+    trainer.fit(Logged(), loader)
+    found = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    wanted = {"mean": 8.0, "sum": 136.0, "max": 16.0, "min": 0.0, "total": 136.0, "metric": 8.0}
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-12)
+
+
 # Checkpoints ---------------------------------------------------------------------------------
 
 
@@ -469,6 +503,7 @@ def test_without_lightning_one_sentence_says_what_to_install():
         ({"limit_train_batches": 7}, r"limit_train_batches \(7\) must be 1.0"),
         ({"overfit_batches": 2}, r"overfit_batches \(2\) must be 0.0"),
         ({"val_check_interval": 0.5}, r"val_check_interval \(0.5\) must be 1.0"),
+        ({"val_check_interval": "00:00:01:00"}, r"val_check_interval \(60.0 s\) must be a number"),
         ({"reload_dataloaders_every_n_epochs": 1}, r"every_n_epochs \(1\) must be 0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -12,7 +12,7 @@ from typing import Any
 
 from resilin.training.job import current_job
 from resilin.training.registry import add_up, gathered, of_replica
-from resilin.training.snapshot import Snapshot, Version, names
+from resilin.training.snapshot import Snapshot, Version
 
 
 class CarriedState:
@@ -33,9 +33,10 @@ class CarriedState:
             name: those of the user's own objects, if they have any.
         """
         job = current_job()
-        snapshot = job.registry.take(Version(job.engine.generation, job.clock.steps, job.epoch))
-        tree = {name: part for name, part in snapshot.tree.items() if name not in self._without}
-        tensors = {name: snapshot.tensors[name] for name in names(tree)}
+        snapshot = job.registry.take(
+            Version(job.engine.generation, job.clock.steps, job.epoch), without=self._without
+        )
+        tree, tensors = dict(snapshot.tree), dict(snapshot.tensors)
         version = snapshot.version
         everyone = job.engine.gather(
             (job.registry.take_sums(version.epoch), job.registry.take_own())

@@ -266,6 +266,8 @@ class Job:
     """The random generators of this replica; None until the job has started."""
     seeded_at: int | None = None
     """The step at which they were seeded anew on all replicas, if that was done."""
+    extensions: dict[str, Any] = field(default_factory=dict)
+    """What integrations of frameworks keep for the length of the job, by their own names."""
     epoch_is_new: bool = False
     """Whether the loop has begun an epoch and not yet asked a loader for its data."""
     _engine: Engine | None = None

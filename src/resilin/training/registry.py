@@ -31,6 +31,10 @@ AGES = f"{SUMS}ages"
 
 resilin 0.1.0 passes over unknown names that begin like this one.
 """
+LARGEST = "\0max "
+"""How keys of summed parts begin of which the largest value over the replicas counts."""
+SMALLEST = "\0min "
+"""The same for the smallest value."""
 MODEL = "model"
 """The name of the model, whose state is compared before it is loaded."""
 
@@ -200,17 +204,22 @@ class Registry:
 
     # Taking --------------------------------------------------------------------------------
 
-    def take(self, version: Version) -> Snapshot:
+    def take(self, version: Version, without: Collection[str] = ()) -> Snapshot:
         """The state of everything that is the same on all replicas. Tensors are not copied.
 
         What was restored and has not been claimed is in it as it was restored.
+
+        Args:
+            version: Which state it is.
+            without: Names that are left out.
         """
         left = {name for name in self._unclaimed if not name.startswith((SUMS, OWN))}
+        left -= set(without)
         # First, so that they keep their names: those of the others avoid names that are taken.
         tree, tensors = self._left(left)
         stale = {name: age for name in left if (age := self._ages[name]) < version.step}
         for name, thing in self._shared.items():
-            if name not in left:
+            if name not in left and name not in without:
                 tree[name], _ = split(name, thing.state_dict(), tensors)
         if stale:
             tree[AGES] = stale
@@ -409,8 +418,14 @@ def add_up(parts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
         for name, tree in part.items():
             total = totals.setdefault(name, {})
             for key, value in join(tree, {}).items():
-                total[key] = total.get(key, 0.0) + value
+                total[key] = _combined(key, total[key], value) if key in total else value
     return {name: split(name, total)[0] for name, total in totals.items()}
+
+
+def _combined(key: Any, one: float, other: float) -> float:
+    if isinstance(key, str) and key.startswith((LARGEST, SMALLEST)):
+        return max(one, other) if key.startswith(LARGEST) else min(one, other)
+    return one + other
 
 
 def _compare(model: Stateful, snapshot: Snapshot) -> None:

@@ -48,6 +48,12 @@ def check_trainer(trainer: Trainer, model: LightningModule) -> None:
             f"automatic_optimization (False) of {type(model).__name__} must be True: with manual "
             "optimization use Fabric, or a loop of your own"
         )
+    seconds = trainer._val_check_time_interval  # type: ignore[attr-defined]
+    if seconds is not None:
+        raise ValueError(
+            f"val_check_interval ({seconds} s) must be a number of steps, or 1.0: each replica "
+            "would decide by its own clock"
+        )
     for name, (wanted, reason) in _TRAINER.items():
         value = getattr(trainer, name)
         steps = name == "val_check_interval" and not isinstance(value, float)

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from resilin.integrations.lightning.resume import Fit
 from resilin.training.epochs import begin_epoch
 from resilin.training.job import current_job
 from resilin.training.loader import AdaptiveDataLoader
@@ -85,3 +86,5 @@ class InSteps:
     """The model in training; None before and after."""
     steps: Steps | None = None
     """The train dataloader, step by step; None before the Trainer has asked for it."""
+    fit: Fit | None = None
+    """The call of `fit` that is under way."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
@@ -17,13 +17,16 @@ from torch.optim import Optimizer
 from resilin.core.rules import ScalingRule
 from resilin.engine.group import DEFAULT_TIMEOUT, init_process_group
 from resilin.integrations.lightning.callback import Elastic
+from resilin.integrations.lightning.means import counts, untouched
 from resilin.integrations.lightning.refusals import (
     check_accumulation,
     check_strategy,
     check_synced_logs,
     check_trainer,
 )
+from resilin.integrations.lightning.resume import Fit
 from resilin.integrations.lightning.steps import InSteps, Steps
+from resilin.training.job import current_job
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
 
@@ -90,8 +93,10 @@ class ElasticStrategy(InSteps, DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         check_trainer(trainer, model)
-        if not any(isinstance(callback, Elastic) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            trainer.callbacks.insert(0, Elastic())  # type: ignore[attr-defined]
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        own = [callback for callback in callbacks if isinstance(callback, Elastic)] or [Elastic()]
+        # First, so that a state is taken before any other has run a hook that comes after it.
+        callbacks[:] = own + [callback for callback in callbacks if callback not in own]
 
     def setup_distributed(self) -> None:
         """Joins the other processes, under a name that no earlier group on this store has had."""
@@ -100,12 +105,59 @@ class ElasticStrategy(InSteps, DDPStrategy):
             init_process_group(backend, timeout=self._timeout or DEFAULT_TIMEOUT)
         super().setup_distributed()
 
+    def setup_environment(self) -> None:
+        """Joins the other processes, and looks whether there is a state to resume."""
+        super().setup_environment()
+        trainer = self._trainer
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self.fit = Fit(trainer, Elastic)
+        if self.fit.resumes:
+            # What the Trainer would have read from a file.
+            trainer._checkpoint_connector._loaded_checkpoint = self.fit.checkpoint()
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads a file; where the job has come further than that, the state of the job counts."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._trainer.state.fn != TrainerFn.FITTING or self.fit is None or not self.fit.resumes:
+            return checkpoint
+        if checkpoint.get("global_step", 0) <= current_job().clock.steps:
+            return self.fit.checkpoint()
+        self.fit.give_way()
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads the weights of the checkpoint, or the newest of the job."""
+        if self.fit is not None and self.fit.resumes:
+            assert self.lightning_module is not None
+            self.fit.load_weights(self.lightning_module)
+        else:
+            super().load_model_state_dict(checkpoint, strict)
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether the Trainer restores the optimizer; else the job has done it."""
+        return self.fit is None or not self.fit.resumes
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for the others; where a fit begins, it gets the rest of its state."""
+        super().barrier(*args, **kwargs)
+        if self.fit is not None and (*args, *kwargs.values()) == ("run-stage",):
+            self.fit.before_stage()
+
     def configure_ddp(self) -> None:
         """Nothing yet: the model is wrapped when its optimizer is there."""
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Makes optimizers and schedulers, and gives model and optimizer to resilin."""
         super().setup_optimizers(trainer)
+        assert self.fit is not None
+        if self.fit.passed is not None:
+            assert self.lightning_module is not None
+            self.fit.load_weights(self.lightning_module)
+            return
         if len(self.optimizers) != 1:
             raise ValueError(
                 f"configure_optimizers() of {type(self.lightning_module).__name__} returned "
@@ -159,8 +211,18 @@ class ElasticStrategy(InSteps, DDPStrategy):
         config.frequency = NEVER
         return config.scheduler, self._schedule_by
 
+    def on_train_end(self) -> None:
+        """All hooks have run: the fit is over."""
+        super().on_train_end()
+        assert self.fit is not None
+        self.fit.end()
+
     def teardown(self) -> None:
         """Gives the optimizer its own methods back."""
+        if self.fit is not None and not self._trainer.interrupted:
+            # There may have been nothing to do.
+            self.fit.end()
+        self.fit = None
         if self.parallel is not None:
             if self.steps is not None:
                 self.steps.close()
@@ -210,7 +272,7 @@ class ElasticStrategy(InSteps, DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs `training_step` on each micro-batch; the backward pass of the last is to come."""
         assert self.steps is not None
-        output = super().training_step(*args, **kwargs)
+        output = self._part(*args, **kwargs)
         if not self.steps.step_is_whole:
             check_synced_logs(self._trainer)
             # The Trainer does it before the backward pass that it knows of, which is the last.
@@ -218,8 +280,31 @@ class ElasticStrategy(InSteps, DDPStrategy):
         while not self.steps.step_is_whole:
             self.backward(_loss(output), self.optimizers[0])
             batch = self._place(self.steps.next_part())
-            output = super().training_step(batch, *args[1:], **kwargs)
+            output = self._part(batch, *args[1:], **kwargs)
         return output
+
+    def _part(self, *args: Any, **kwargs: Any) -> Any:
+        if counts():
+            return super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        with untouched(self.lightning_module):
+            return super().training_step(*args, **kwargs)
+
+    # Files ---------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Writes a checkpoint of Lightning, and remembers that it did."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.fit is not None:
+            self.fit.files.wrote(filepath)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes one."""
+        super().remove_checkpoint(filepath)
+        if self.fit is not None:
+            self.fit.files.removed(filepath)
 
     def optimizer_step(
         self,
