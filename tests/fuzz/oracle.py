@@ -182,8 +182,14 @@ class Oracle:
         self.steps += 1
         self.samples += len(indices)
         if self.scheduler is not None and p.schedule == "clock":
-            num = math.floor(self.sample_steps + ROUNDING) - math.floor(before_time + ROUNDING)
-            for _ in range(num):
+            # It ends with the run, also where the last batch reaches into the next epoch.
+            n, b = p.num_samples, p.batch_size
+            per_epoch = {"straddle": n / b, "drop": n // b, "short": -(-n // b)}[p.tail]
+            before_time, now = (
+                math.floor(min(time, p.epochs * per_epoch) + ROUNDING)
+                for time in (before_time, self.sample_steps)
+            )
+            for _ in range(now - before_time):
                 self.scheduler.step()
         return True
 
