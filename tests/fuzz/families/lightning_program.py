@@ -31,7 +31,7 @@ class Module(L.LightningModule):
         kill_point("forward")
         loss = parts.sample_loss(self.p, out, y, seen, weight)
         if self.options.get("log"):
-            self.log("loss", loss.detach(), on_step=False, on_epoch=True)
+            self.log("loss", loss.detach(), on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
