@@ -36,6 +36,12 @@ EXTRA_LIVES = 3
 """Lives that a case may have beyond its kills before it counts as a restart loop."""
 
 
+def end(path: Path, how: str) -> None:
+    """Says how a case has ended; the driver, which waits for the file, finds it whole."""
+    (path / "ending").write_text(how)
+    (path / "ending").replace(path / "done")
+
+
 def decide(folder: Path) -> dict[str, Any] | None:
     """Which case is next, and which life of it; None if all are done."""
     # A twin comes before the case that is compared with it.
@@ -49,7 +55,7 @@ def decide(folder: Path) -> dict[str, Any] | None:
         killed = path / f"killed-{life - 1}"
         failed = list(path.glob(f"error-{life - 1}-*"))
         if (failed and not killed.exists()) or life > len(case.kills) + EXTRA_LIVES:
-            (path / "done").write_text("error" if failed else "restart loop")
+            end(path, "error" if failed else "restart loop")
             continue
         if killed.exists() and killed.read_text().endswith("-wipe"):
             shutil.rmtree(path / "memory", ignore_errors=True)
@@ -118,7 +124,7 @@ def main() -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             if rank == 0:
-                (Path(task["path"]) / "done").write_text("ran")
+                end(Path(task["path"]), "ran")
         number += 1
     with contextlib.suppress(Exception):
         sys.stdout.flush()

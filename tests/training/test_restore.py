@@ -114,3 +114,10 @@ def test_a_memory_copy_wins_over_checkpoints_older_than_a_corrupt_one(tmp_path):
     copies.forget()
     snapshot, source, _ = newest_state(current_job().engine, copies, checkpoints)
     assert (snapshot.version.step, source) == (3, "checkpoint")
+
+
+def test_a_part_that_was_never_written_is_empty_where_all_others_are(tmp_path):
+    copies, place = MemoryCopies(tmp_path), Place(0, 0, 2, 0)
+    copies.keep(state(0), {}, place, OwnState({"own/random": {}}, {}))
+    snapshot, *_ = newest_state(current_job().engine, copies, None)
+    assert [snapshot.state(f"own/{i}/random") for i in range(2)] == [{}, {}]

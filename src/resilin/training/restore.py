@@ -114,7 +114,8 @@ def newest_state(
             continue
         found = [each.get(candidate.version) for each in contents]
         _add_sums(snapshot, [content for content in found if content is not None], engine.replica)
-        _add_own(engine, memory, snapshot, [() if c is None else c.owners for c in found])
+        owners = [() if content is None else content.owners for content in found]
+        _add_own(engine, memory, snapshot, owners, whole=candidate.whole)
         return Newest(snapshot, "memory", generation)
     if checkpoints is None:
         return Newest(None, "", generation)
@@ -136,6 +137,8 @@ def _add_own(
     memory: MemoryCopies | None,
     snapshot: Snapshot,
     owners: Sequence[Collection[int]],
+    *,
+    whole: bool,
 ) -> None:
     """Adds what each replica has of its own, from all hosts that have it. Collective.
 
@@ -144,13 +147,21 @@ def _add_own(
         memory: The copies of this host.
         snapshot: The rest of the state.
         owners: Per replica, those whose own state it can read. The first that can sends it.
+        whole: Whether nothing is missing: a replica that is not among them had an empty part.
     """
     known = set().union(*owners[: engine.replica])
     here = {}
     if memory is not None and not known.issuperset(owners[engine.replica]):
         found = memory.own(snapshot.version)
         here = {each: own for each, own in found.items() if each not in known}
-    own = gathered({i: each for part in engine.gather(here) for i, each in part.items()})
+    parts = {i: each for part in engine.gather(here) for i, each in part.items()}
+    if whole and parts and not any(any(own.tree.values()) for own in parts.values()):
+        # A replica that is missing died before it had written its part. Those of the others are
+        # empty, and so was this one: without it, its random generators would be seeded anew.
+        present = next(iter(parts.values()))
+        for each in range(snapshot.tree["job"]["replicas"]):
+            parts.setdefault(each, present)
+    own = gathered(parts)
     snapshot.tree.update(own.tree)
     snapshot.tensors.update(own.tensors)
 
