@@ -285,6 +285,7 @@ def test_a_metric_with_a_name_of_resilin_is_refused(integration):
     for x, y, _ in loader:
         model(x, y).backward()
         optimizer.step()
+        optimizer.zero_grad()
     integration.report({"loss": 1.0}, checkpoint=None)
     ((metrics, kwargs),) = integration._train.reported
     assert (metrics["loss"], metrics["resilin/samples"]) == (1.0, 103)
