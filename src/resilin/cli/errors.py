@@ -19,9 +19,17 @@ Main = Callable[[Sequence[str]], int]
 """What runs a command: from its arguments to the exit code."""
 
 
+DEEPEST = 40
+"""Spaces of indentation that a printed line keeps at most."""
+
+
 def say(message: str) -> None:
-    """Prints one line for the person in front of the terminal, whatever is in the message."""
-    print(f"resilin: {clean(message)}", file=sys.stderr, flush=True)
+    """Prints one line for the person in front of the terminal, whatever is in the message.
+
+    Spaces at the beginning are kept, up to `DEEPEST`: indentation is a part of stacks and logs.
+    """
+    indent = min(len(message) - len(message.lstrip(" ")), DEEPEST)
+    print(f"resilin: {' ' * indent}{clean(message)}", file=sys.stderr, flush=True)
 
 
 def told(error: BaseException) -> str:
