@@ -129,10 +129,12 @@ def main():
             optimizer.zero_grad()
             if master and model.progress >= printed + 20:
                 printed = model.progress
+                # One process does not split the reference batch to measure its noise.
+                noise = "unknown" if model.noise is None else f"{model.noise.phi:.0f} tokens"
                 print(
                     f"step {model.clock.steps:>4}  progress {model.progress:>6.1f}  "
                     f"loss {loss.item():.2f}  scale {model.scale:.0f}  gain {model.gain:.2f}  "
-                    f"noise scale {model.noise.phi:.0f} tokens  lr x {model.factors[0].lr:.2f}",
+                    f"noise scale {noise}  lr x {model.factors[0].lr:.2f}",
                     flush=True,
                 )
         loss = test(model, test_loader)
