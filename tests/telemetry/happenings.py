@@ -9,6 +9,7 @@ from resilin.core.events import (
     FaultEvent,
     MetricsEvent,
     RescaleEvent,
+    RiskEvent,
     StartEvent,
     StepEvent,
     UnknownEvent,
@@ -77,6 +78,7 @@ DECISION = DecisionEvent(
 FAULT = FaultEvent(
     time=BEGAN + 3, step=3, generation=1, kind="out_of_memory", detail="16 did not fit", replica=1
 )
+RISK = RiskEvent(time=BEGAN + 3, step=3, generation=1, steps=7)
 METRICS = MetricsEvent(time=BEGAN + 3, step=3, generation=1, values={"validation/accuracy": 0.8})
 SAVED = CheckpointEvent(
     time=BEGAN + 4, step=4, action="saved", path="/ckpt/4", num_bytes=4096, seconds=0.5
@@ -94,6 +96,7 @@ ALL: tuple[Event, ...] = (
     step(2),
     DECISION,
     FAULT,
+    RISK,
     METRICS,
     step(4),
     SAVED,

@@ -21,6 +21,7 @@ from resilin.core.events import (
     FaultEvent,
     MetricsEvent,
     RescaleEvent,
+    RiskEvent,
     StartEvent,
     StepEvent,
 )
@@ -66,6 +67,7 @@ SCALARS: Final[Mapping[str, Meaning]] = MappingProxyType(
         "checkpoint_seconds": Meaning("s", "Wall time of saving a checkpoint."),
         "checkpoint_bytes": Meaning("By", "Size of a saved checkpoint on storage."),
         "load_seconds": Meaning("s", "Wall time of loading a checkpoint."),
+        "at_risk": Meaning("{step}", "Completed steps that a lost worker can cost at most."),
     }
 )
 """The names of resilin's own numbers. Any other name in `scalars` is one that the user recorded."""
@@ -129,6 +131,8 @@ def _own(event: Event) -> Mapping[str, float | None]:
             return {"checkpoint_seconds": event.seconds, "checkpoint_bytes": event.num_bytes}
         case CheckpointEvent(action="loaded"):
             return {"load_seconds": event.seconds}
+        case RiskEvent():
+            return {"at_risk": event.steps}
         case DecisionEvent():
             chosen = [c.goodput for c in event.candidates if c.batch_size == event.batch_size]
             return {"predicted_goodput": max(chosen, default=None)}
