@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from resilin.cli import hang
 from resilin.cli.hang import Local, Watchdog
 from resilin.core.hang import PATIENCE
 from resilin.core.lives import MOST_FRUITLESS
@@ -130,9 +131,9 @@ shown.beat(Phase[sys.argv[3]], 46)
 print("ready", flush=True)
 exec(sys.argv[4])
 """
-SLEEPS = "time.sleep(60)"
-NATIVE = "import ctypes; ctypes.CDLL(None).sleep(60)"
-HOLDS_ALL = "import ctypes; ctypes.PyDLL(None).sleep(60)"  # no other thread of it runs
+SLEEPS = "time.sleep(300)"
+NATIVE = "import ctypes; ctypes.CDLL(None).sleep(300)"
+HOLDS_ALL = "import ctypes; ctypes.PyDLL(None).sleep(300)"  # no other thread of it runs
 DEBUGS = "import pdb; sys.stdin = open(os.dup(0)); pdb.set_trace(); 0"
 
 
@@ -177,12 +178,21 @@ def watch(tmp_path, workers, timeout=20.0, num_replicas=None, clock=None):
     return watchdog
 
 
+def wait_until(condition):
+    """Waits for what happens in another process, which may be slow to get the processor."""
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 @linux
 @pytest.mark.parametrize("code", [SLEEPS, NATIVE, HOLDS_ALL])
 def test_the_stacks_of_a_worker_that_is_blocked_are_written(
     tmp_path, monkeypatch, shows, capsys, code
 ):
     monkeypatch.setenv(environment.RUN_DIR, "off")
+    monkeypatch.setattr(hang, "ASKED", TIMEOUT)  # a worker on a busy machine answers late
     workers = [shows(0, "WAITING"), shows(1, "STEP", code)]
     watchdog = watch(tmp_path, workers)
     found, guilty = looks(watchdog, 40)
@@ -206,6 +216,9 @@ def test_a_worker_that_was_stopped_does_not_keep_the_others_from_reporting(
     workers = [shows(rank, "BETWEEN") for rank in range(3)]
     for worker in workers[1:]:
         os.kill(worker.pid, signal.SIGSTOP)
+    # A process stops when it next gets the processor, not when the signal is sent.
+    for worker in workers[1:]:
+        wait_until(lambda pid=worker.pid: hang._is_stopped(pid))
     _, guilty = looks(watch(tmp_path, workers), 40)
     assert guilty == workers[1:]
     said = capsys.readouterr().err
@@ -216,7 +229,7 @@ def test_a_worker_that_was_stopped_does_not_keep_the_others_from_reporting(
 
 def test_a_debugger_is_not_a_hang(tmp_path, shows):
     workers = [shows(0, "WAITING"), shows(1, "STEP", DEBUGS)]
-    time.sleep(3 * pulse.INTERVAL)  # until it has been seen
+    wait_until(lambda: pulse.read(tmp_path, 1).debugged)  # its own thread has to notice it
     assert looks(watch(tmp_path, workers), 200) is None
 
 
