@@ -251,8 +251,10 @@ class ElasticTrainerMixin(_Base):  # type: ignore[misc]
             super()._run_epoch(epoch=epoch, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         # Closes the iteration where it was left, so that the job knows of it.
         self._micro_batches = None
-        left_early = self.control.should_training_stop and self._training_loader().epochs_done
-        self._part.epochs_over = min(epoch + 1, left_early or epoch + 1)
+        self._part.epochs_over = epoch + 1
+        if self.control.should_training_stop:
+            # It may have been left early, also in the first epoch.
+            self._part.epochs_over = min(epoch + 1, self._training_loader().epochs_done)
 
     def _end_epoch(
         self,
