@@ -14,6 +14,8 @@ in the store. Hypothesis has to be told to ``derandomize``: ranks have to draw t
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,18 @@ MARKER = (
     "world_size(n, init=True): run the test in n gloo processes with a torch thread each, and,"
     " unless init is False, with the process group initialised before the fixtures are set up."
 )
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let processes that the test starts receive SIGINT, as those of a terminal do.
+
+    A shell without job control starts its background processes with SIGINT ignored, and all their
+    descendants inherit that.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_configure(config: pytest.Config) -> None:

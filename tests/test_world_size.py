@@ -538,6 +538,7 @@ def descendants(pid: int) -> set[int]:
     return found - {pid}
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("ending", ["SIGKILL", "SIGINT"])
 def test_nothing_is_left_after_a_session(tmp_path: Path, ending: str) -> None:
     with inner_session(tmp_path, INNER_STUCK) as session:
@@ -548,7 +549,9 @@ def test_nothing_is_left_after_a_session(tmp_path: Path, ending: str) -> None:
         assert len(started) >= 5  # the fork server, two ranks and a child of each
         heavy = [p for p in started if "tracker" not in Path(f"/proc/{p}/cmdline").read_text()]
         session.send_signal(signal.Signals[ending])
-        session.wait()
+        code = session.wait()
+        # A session that did not receive the signal would end by its own time limit.
+        assert code == (pytest.ExitCode.INTERRUPTED if ending == "SIGINT" else -signal.SIGKILL)
         if ending == "SIGINT":
             assert [pid for pid in heavy if is_alive(pid)] == []
         assert wait_until(lambda: not any(map(is_alive, started)))

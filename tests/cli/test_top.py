@@ -107,6 +107,7 @@ class Screen:
         os.close(self._parent)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_terminal_is_followed_from_before_the_run_until_ctrl_c(tmp_path):
     screen = Screen("--every", "0.1", tmp_path / "later")
     try:
