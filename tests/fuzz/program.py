@@ -393,6 +393,9 @@ def possible(case: Case) -> Case:
         fixes["evaluate"] = "eval"
     if p.scheduler == "ReduceLROnPlateau" and p.evaluate_every is not None:
         fixes["evaluate_every"] = None
+    if p.net == "compiled" and p.bucket_kb is not None:
+        # torch compiles for no buckets below 1 MiB, with DDP alone as well.
+        fixes["bucket_kb"] = None
     if p.stats_every != "auto" and p.clip in ("loosen", "invariant"):
         # The threshold would follow noise that the oracle does not know.
         fixes["clip"] = "fixed"

@@ -80,7 +80,7 @@ class AdaptiveDataParallel(nn.Module):
         tokens_per_step: Tokens in one reference step, for the `tokens` clock.
         cross_check: Steps between two comparisons of all replicas; `auto`, `off`: `divergence`.
         **ddp_kwargs: Passed on to DistributedDataParallel, such as `find_unused_parameters`;
-            `static_graph` is refused.
+            `static_graph` is refused, and a `bucket_cap_mb` below 1 for a compiled module.
     """
 
     def __init__(

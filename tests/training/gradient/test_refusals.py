@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import resilin
@@ -273,6 +274,50 @@ def test_an_optimizer_that_failed_may_step_again():
 def test_static_graph_is_refused():
     with pytest.raises(ValueError, match=r"static_graph \(True\) must be False"):
         make(static_graph=True)
+
+
+def whole(net):
+    return torch.compile(net, backend="eager")
+
+
+def in_place(net):
+    net.compile(backend="eager")
+    return net
+
+
+def in_part(net):
+    return nn.Sequential(nn.Identity(), whole(net))
+
+
+@pytest.mark.parametrize("compiled", [whole, in_place, in_part])
+def test_buckets_that_torch_cannot_compile_for_are_refused_at_any_number_of_replicas(compiled):
+    # With one replica there is no DDP: torch itself would fail once the job grows.
+    net = compiled(nn.Linear(5, 1, dtype=D))
+    with pytest.raises(ValueError, match=r"bucket_cap_mb \(0\.5\) must be at least 1 for a comp"):
+        make(net, bucket_cap_mb=0.5)
+    make(net, bucket_cap_mb=1)
+
+
+def test_small_buckets_are_fine_where_torch_does_not_split_a_compiled_graph_by_them():
+    make(bucket_cap_mb=0.5)
+    resilin.reset_job()
+    net = whole(nn.Linear(5, 1, dtype=D))
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        make(net, bucket_cap_mb=0.5)
+
+
+@pytest.mark.world_size(2)
+def test_torch_compiles_for_the_smallest_buckets_that_are_not_refused():
+    _, optimizer, model = make(whole(nn.Linear(5, 1, dtype=D)), lr=0.1, bucket_cap_mb=1)
+    for x, y in loader():
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.clock.samples == 48
+    # Once this passes, there is no reason to refuse smaller ones.
+    plain = DistributedDataParallel(whole(nn.Linear(5, 1, dtype=D)), bucket_cap_mb=0.5)
+    with pytest.raises(AssertionError, match="First bucket should be smaller"):
+        plain(torch.zeros(2, 5, dtype=D))
 
 
 # Sizes and outputs -------------------------------------------------------------------------

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,4 +36,31 @@ def check_model(model: nn.Module, ddp_kwargs: dict[str, Any]) -> None:
         raise ValueError(
             "static_graph (True) must be False: DDP then expects each backward pass to be like the "
             "first one, and the micro-batches of a step that is accumulated do not reduce alike"
+        )
+    _check_buckets(model, ddp_kwargs)
+
+
+def _check_buckets(model: nn.Module, ddp_kwargs: dict[str, Any]) -> None:
+    """Refuses buckets that torch.compile cannot split a graph for.
+
+    torch raises an assertion when it compiles in the forward pass of DDP. A job of one replica has
+    no DDP, so that without this check it would train until it grows. Functions that are compiled
+    within the model cannot be seen here.
+    """
+    caps = ddp_kwargs.get("bucket_cap_mb_list") or [ddp_kwargs.get("bucket_cap_mb")]
+    first: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+    if None in caps or int(max(caps) * 2**20) >= first or "torch._dynamo" not in sys.modules:
+        return
+    from torch._dynamo import OptimizedModule
+    from torch._dynamo.utils import get_optimize_ddp_mode
+
+    compiled = any(
+        isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
+    if compiled and get_optimize_ddp_mode() == "ddp_optimizer":
+        raise ValueError(
+            f"bucket_cap_mb ({max(caps)}) must be at least {first / 2**20:g} for a compiled "
+            "module: torch splits its graph by the buckets of DDP, and takes no smaller ones; "
+            "leave bucket_cap_mb out, or set torch._dynamo.config.optimize_ddp = False before"
         )
