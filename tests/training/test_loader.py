@@ -10,6 +10,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import resilin
 from resilin.core import BatchTrace, Schedule
+from resilin.core.stream import Ownership, SampleStream
+from resilin.training.cursor import Cursor
 from resilin.training.tickets import CannotSplit, split
 from tests.replicas import gathered, num_replicas, replica
 
@@ -313,3 +315,18 @@ def test_splitting():
     for whole in (torch.tensor(3), torch.arange(4), {"n": 3}, ["a"], [], object()):
         with pytest.raises(CannotSplit):
             split(whole, 2, 3)
+
+
+@pytest.mark.parametrize(("replicas", "kept"), [(2, True), (3, False)])
+def test_each_replica_keeps_its_positions_at_the_same_number_of_replicas(replicas, kept):
+    stream = SampleStream(20, seed=1)
+    before = Cursor("loader/0", stream)
+    assert before.deal(2) == Ownership(0, 2)
+    before.position = 5
+    after = Cursor("loader/0", stream)
+    after.load_state_dict(before.state_dict())
+    assert after.deal(replicas) == (Ownership(0, 2) if kept else Ownership(5, replicas))
+    # As resilin 0.1.0 wrote it.
+    old = Cursor("loader/0", stream)
+    old.load_state_dict({**stream.state(5), "ended": None})
+    assert old.deal(replicas) == Ownership(5, replicas)

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from resilin.core.passes import PassCount
-from resilin.core.stream import SampleStream
+from resilin.core.stream import Ownership, SampleStream
 from resilin.training.registry import CURSORS
 
 _OF_FIRST_RELEASE = re.compile(rf"{CURSORS}\d+")
@@ -44,7 +44,8 @@ class Cursor:
         self.owner: object = None
         """Identifies the loader that used it last."""
         self.num_loads = 0
-        """How often it was restored: the positions are dealt out anew then."""
+        """How often it was restored."""
+        self._dealt: Ownership | None = None
         self.autoscaler: Any = None
         """What chose the batch sizes of that loader, if anything did."""
         self.epoch: int | None = None
@@ -79,10 +80,23 @@ class Cursor:
             self.position = -(-self.position // stream.num_samples) * stream.num_samples
             self.passes = PassCount()
 
+    def deal(self, num_replicas: int) -> Ownership:
+        """Which positions belong to which replica.
+
+        They are dealt out anew, from the cursor on, where the number of replicas has changed. At
+        the same number each replica keeps its positions, also after a restart: its random numbers
+        go with them.
+        """
+        if self._dealt is None or self._dealt.replicas != num_replicas:
+            self._dealt = Ownership(self.position, num_replicas)
+        return self._dealt
+
     def state_dict(self) -> dict[str, Any]:
         """The data state: which stream, where in it, and which passes of the epoch are complete."""
-        chosen = {} if self.chosen is None else {"batch_size": self.chosen}
-        return {**self.stream.state(self.position), **self.passes.state(), **chosen}
+        state = {**self.stream.state(self.position), **self.passes.state()}
+        if self._dealt is not None:
+            state["dealt"] = [self._dealt.base, self._dealt.replicas]
+        return state if self.chosen is None else {**state, "batch_size": self.chosen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` returned.
@@ -101,6 +115,7 @@ class Cursor:
             state = {**state, **{name: own[name] for name in _ORDER}}
         self.position = self.stream.resume(state)
         self.chosen = state.get("batch_size")
+        self._dealt = Ownership(*state["dealt"]) if "dealt" in state else None
         self.num_loads += 1
         self.passes = PassCount.from_state(state, self.position)
 

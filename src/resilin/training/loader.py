@@ -423,7 +423,7 @@ class AdaptiveDataLoader(SizedLoader):
     # Membership and state ------------------------------------------------------------------
 
     def _join_if_changed(self) -> bool:
-        """Deals positions out anew from the cursor on, if the replicas have changed.
+        """Takes the positions of this replica, if the replicas have changed.
 
         Returns:
             Whether they have.
@@ -432,7 +432,7 @@ class AdaptiveDataLoader(SizedLoader):
         if self._joined == present:
             return False
         self._joined = present
-        self._owners = Ownership(self._cursor.position, self._engine.num_replicas)
+        self._owners = self._cursor.deal(self._engine.num_replicas)
         self._fetcher.begin(self._cursor.position)
         return True
 
