@@ -4,8 +4,9 @@
     resilin run --nproc 2 examples/huggingface_digits.py --kill-at 30
 
 The global batch is 64 with one process or two. With `--kill-at`, replica 1 kills itself at that
-step, as a machine would take it away; the workers are started again, and the Trainer goes on behind
-the last step that all of them had completed.
+step, as a machine would take it away; the workers are restarted, and the Trainer resumes after the
+last step that all of them had completed. That is the step before: a step is complete when its
+callbacks have run.
 """
 
 from __future__ import annotations

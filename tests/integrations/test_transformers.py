@@ -310,7 +310,9 @@ def test_a_killed_worker_does_not_end_the_trainer():
         [*command, "--kill-at", "30"], capture_output=True, text=True, timeout=100, env=env
     )
     assert done.returncode == 0, done.stderr
-    assert "go on from step 30 (memory)" in done.stderr
+    # The worker died in a callback of step 30, before its own part of that step (losses since the
+    # last log, random numbers) was kept: the step is made again.
+    assert "go on from step 29 (memory)" in done.stderr
     assert float(done.stdout.split()[-1]) > 0.88
 
 
