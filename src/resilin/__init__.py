@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from resilin.training.split_check import check_split
     from resilin.training.watching import events_to, listen, record
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _HOMES = {
     "Accumulator": "resilin.training.accumulator",
