@@ -142,6 +142,19 @@ def results(module: str, folder: Path, names: Sequence[str], timeout: float) -> 
     return told
 
 
+def assert_undisturbed(told: dict[str, Any], kills: int) -> None:
+    """Compares a program that was killed with its undisturbed run.
+
+    Args:
+        told: What `results` has of the program.
+        kills: How often it must have been killed; fewer would show nothing.
+    """
+    assert "error" not in told, told["error"]
+    assert told["kills"] == kills, told["log"][-3000:]
+    for what, expected in told["undisturbed"].items():
+        assert told["killed"][what] == close_to(expected), what
+
+
 def close_to(value: Any) -> Any:
     """Numbers to 1e-10, everything else as it is."""
     if isinstance(value, float):

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("transformers")
 from tests.integrations import hf_lives
-from tests.integrations.lives import close_to, results
+from tests.integrations.lives import assert_undisturbed, results
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -17,8 +17,4 @@ def told(tmp_path_factory):
 
 @pytest.mark.parametrize("name", hf_lives.PROGRAMS)
 def test_a_program_that_is_killed_comes_to_what_it_comes_to_undisturbed(told, name):
-    assert "error" not in told[name], told[name]["error"]
-    undisturbed, killed = told[name]["undisturbed"], told[name]["killed"]
-    assert told[name]["kills"] == hf_lives.KILLS[name], told[name]["log"][-3000:]
-    for what in undisturbed:
-        assert killed[what] == close_to(undisturbed[what]), what
+    assert_undisturbed(told[name], hf_lives.KILLS[name])
