@@ -85,7 +85,7 @@ class Rows:
 
 
 class Done:
-    """A reduction that had nothing to do."""
+    """A reduction that is over."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -97,6 +97,12 @@ class Done:
 
     def wait(self) -> None:
         """Nobody is waited for."""
+
+
+def sum_of_equals(tensor: Tensor, group: Any = None, async_op: bool = False) -> Done:
+    """The sum over replicas that all have the same numbers, without any of them."""
+    del group, async_op
+    return Done(tensor.mul_(dist.get_world_size()))
 
 
 def share_seconds(replicas: int, repeats: int) -> float:
@@ -145,7 +151,7 @@ def step_seconds(replicas: int, num_steps: int) -> tuple[float, int]:
 def by_replicas(quick: bool) -> Points:
     torch.set_num_threads(1)
     reduces = dist.all_reduce
-    vars(dist)["all_reduce"] = lambda tensor, group=None, async_op=False: Done(tensor)
+    vars(dist)["all_reduce"] = sum_of_equals
     step_seconds(2, 50)  # warm
     points: Points = [{"replicas": replicas} for replicas in REPLICAS]
     # Rounds, of which the best counts: whatever else the machine does comes and goes.
