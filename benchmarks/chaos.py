@@ -40,7 +40,7 @@ from chaos_job import CHECKPOINT_EVERY
 from harness import finish, parse_args
 from torch.distributed import TCPStore
 
-from resilin.training.checkpoint import Checkpoints, CorruptCheckpoint
+from resilin.training.state.checkpoint import Checkpoints, CorruptCheckpoint
 
 HERE = Path(__file__).parent
 RECOVERY_LIMIT = 90.0

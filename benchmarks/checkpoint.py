@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from harness import finish, parse_args, seconds
 
-from resilin.training.checkpoint import Checkpoints
-from resilin.training.snapshot import Snapshot, Version
+from resilin.training.state.checkpoint import Checkpoints
+from resilin.training.state.snapshot import Snapshot, Version
 
 
 def tensors(num_bytes: int) -> dict[str, torch.Tensor]:

@@ -34,8 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import resilin
 from resilin.training import job as job_module
-from resilin.training.boundaries import begin_step
 from resilin.training.job import MicroBatch
+from resilin.training.lifecycle import begin_step
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(

@@ -94,6 +94,6 @@ def shared_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def every_step_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step goes by untold, however long the machine takes to tell of one."""
-    from resilin.training import recorder
+    from resilin.training.report import recorder
 
     monkeypatch.setattr(recorder, "ALLOWANCE", float("inf"))

@@ -403,7 +403,7 @@ def test_an_error_of_a_network_is_left_to_the_workers(tmp_path, monkeypatch, cap
     def fails(url):
         raise ConnectionError("no route")
 
-    monkeypatch.setattr("resilin.training.checkpoint.storage.url_to_fs", fails)
+    monkeypatch.setattr("resilin.training.state.checkpoint.storage.url_to_fs", fails)
     (tmp_path / "train.py").write_text("")
     arguments = ["--checkpoint-dir", "s3://bucket/a", str(tmp_path / "train.py")]
     preflight.check(options.parser().parse_args(arguments))

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import resilin
 from resilin.engine import devices
-from resilin.training.room import SHARE, Room
+from resilin.training.sizing.memory_limit import SHARE, Room
 
 PACKAGE = Path(resilin.__file__).parent
 EPOCHS, STEPS, MICRO_BATCHES = 2, 16, 4

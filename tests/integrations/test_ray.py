@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import resilin
 from resilin.engine.ray import CONTEXT, RayTrain
-from resilin.training.memory import MemoryCopies
+from resilin.training.state.memory import MemoryCopies
 from tests.integrations import ray_job
 
 # The cluster is made by whichever test asks for it first.

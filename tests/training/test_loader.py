@@ -11,8 +11,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 import resilin
 from resilin.core import BatchTrace, Schedule
 from resilin.core.stream import Ownership, SampleStream
-from resilin.training.cursor import Cursor
-from resilin.training.tickets import CannotSplit, split
+from resilin.training.data.cursor import Cursor
+from resilin.training.data.tickets import CannotSplit, split
 from tests.replicas import gathered, num_replicas, replica
 
 N = 203

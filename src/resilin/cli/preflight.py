@@ -57,7 +57,7 @@ def _check_module(module: str) -> None:
 
 
 def _check_url(url: str) -> None:
-    from resilin.training.checkpoint.storage import open_storage
+    from resilin.training.state.checkpoint.storage import open_storage
 
     try:
         open_storage(url)

@@ -23,8 +23,8 @@ PRELOAD = (
     "torch._dynamo",  # what building an optimizer imports
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.run",
-    "resilin.training.epochs",
-    "resilin.training.keeping",
+    "resilin.training.script.epochs",
+    "resilin.training.script.checkpoints",
     "resilin.training.loader",
     "resilin.training.parallel",
 )

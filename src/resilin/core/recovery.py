@@ -1,14 +1,8 @@
 """The decisions of recovery: what is kept when, which copies are complete, which state wins.
 
 Every replica of a job takes these decisions by itself, from numbers that all replicas have, so all
-of them decide alike. The functions here are the whole protocol; `training/recovery`, `memory` and
-`restore` only carry it out, and the simulator in `tests/protocol` runs the same functions over
-random histories of crashes.
-
-A job lives in **generations**: periods with one fixed set of replicas. A generation resumes from a
-state, commits steps and keeps copies until it ends, in order or by a crash. Two starts may take
-the same generation number, if neither saw the copies of the other; their **branch**, a random
-number drawn at the start, tells them apart.
+of them decide alike. The functions here are the whole protocol: `training/state` only carries it
+out, and the simulator in `tests/protocol` runs the same functions over random histories of crashes.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from resilin.telemetry.extras import load
 from resilin.training.job import Job, current_job
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
-from resilin.training.readout import read_out
+from resilin.training.report.readout import read_out
 
 __all__ = ["ElasticLoader", "SteppedByClock", "prepare", "read_out"]
 

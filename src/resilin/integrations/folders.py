@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from resilin.telemetry.extras import load
-from resilin.training.carried import CarriedState
+from resilin.training.bridge.carried import CarriedState
 
 _safetensors: Any = load("safetensors.torch", "hf", "resilin.integrations")
 

@@ -14,7 +14,7 @@ from typing import Any
 from resilin.engine.ray import in_worker
 from resilin.telemetry.extras import load
 from resilin.telemetry.tensorboard import PREFIX
-from resilin.training.readout import read_out
+from resilin.training.report.readout import read_out
 
 __all__ = ["report", "storage"]
 
@@ -63,7 +63,7 @@ def report(
     Args:
         metrics: Metrics of your own.
         prefix: What the names of resilin's begin with; they are those of
-            `resilin.training.readout.read_out`.
+            `resilin.training.report.readout.read_out`.
         **kwargs: More arguments of `ray.train.report`, such as `checkpoint`.
 
     Raises:

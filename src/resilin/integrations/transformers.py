@@ -24,12 +24,12 @@ from resilin.integrations import accelerate
 from resilin.integrations.folders import load_state, read_state, save_state
 from resilin.integrations.trainer_state import TRAINER_PARTS, TrainerPart
 from resilin.telemetry.extras import load
-from resilin.training.boundaries import end_training, start
 from resilin.training.job import Job, current_job
+from resilin.training.lifecycle import end_training, start
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
-from resilin.training.sizes import BatchSize
-from resilin.training.watching import record
+from resilin.training.script.events import record
+from resilin.training.sizing.batch_size import BatchSize
 
 __all__ = ["ElasticTrainer", "ElasticTrainerMixin"]
 

@@ -27,10 +27,10 @@ from resilin.core.rules import Factors, ScalingRule
 from resilin.engine.base import Engine
 from resilin.engine.group import detect
 from resilin.training.ballot import Voter
-from resilin.training.cursor import Cursors
-from resilin.training.protection import Protection
-from resilin.training.randomness import RandomStates
-from resilin.training.registry import Registry
+from resilin.training.data.cursor import Cursors
+from resilin.training.state.protection import Protection
+from resilin.training.state.randomness import RandomStates
+from resilin.training.state.registry import Registry
 
 logger = logging.getLogger("resilin")
 

@@ -20,15 +20,16 @@ from resilin.core import _validate
 from resilin.core.clock import Reference, step_scale
 from resilin.core.plan import BatchPlan
 from resilin.core.stream import TAILS, Ownership, SampleStream, Tail
-from resilin.training import iteration, steering
-from resilin.training.boundaries import begin_step, end_epoch, leave_out_pass, start
-from resilin.training.cursor import Cursor, former_name, refuse_other_data
-from resilin.training.fetching import Fetcher
-from resilin.training.iteration import Iteration
+from resilin.engine import overrides
+from resilin.training.data import iteration
+from resilin.training.data.cursor import Cursor, former_name, refuse_other_data
+from resilin.training.data.fetching import Fetcher
+from resilin.training.data.iteration import Iteration
 from resilin.training.job import Job, MicroBatch, current_job
-from resilin.training.room import Room
+from resilin.training.lifecycle import begin_step, end_epoch, leave_out_pass, start
 from resilin.training.sized import SizedLoader
-from resilin.training.sizes import BatchSizes
+from resilin.training.sizing.batch_size import BatchSizes
+from resilin.training.sizing.memory_limit import Room
 
 _OWN = {
     "sampler": "the order is that of the sample stream",
@@ -98,7 +99,7 @@ class AdaptiveDataLoader(SizedLoader):
                 raise ValueError(f"{name} cannot be honoured: {reason}; use seed= and shuffle=")
         if seed is None:
             generator = dataloader_kwargs.get("generator")
-            seed = generator.initial_seed() % 2**64 if generator else steering.seed() or 0
+            seed = generator.initial_seed() % 2**64 if generator else overrides.seed() or 0
         self.dataset = dataset
         self.batch_size = _validate.whole("batch_size", batch_size, at_least=1)
         """The reference batch."""

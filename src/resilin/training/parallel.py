@@ -29,22 +29,22 @@ from resilin.core.rules import (
     group_factors,
     total_noise,
 )
+from resilin.engine import overrides
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
-from resilin.training import steering
 from resilin.training.ballot import Ballot
-from resilin.training.divergence import CrossCheck, DivergenceCheck
-from resilin.training.estimates import NoiseEstimates
-from resilin.training.freezing import Frozen
+from resilin.training.gates.optimizer import Gate, ModuleGate, applied
+from resilin.training.gates.scaler import ScalerGate
+from resilin.training.gates.scheduler import ClockedScheduler
 from resilin.training.gradient.arguments import check_model
 from resilin.training.gradient.flow import StepFlow
+from resilin.training.gradient.noise import NoiseEstimates
+from resilin.training.gradient.norms import GroupNorms, MeasureSchedule
 from resilin.training.gradient.records import Part, StepStart
 from resilin.training.gradient.step import StepGradient
-from resilin.training.gradstats import GroupNorms, MeasureSchedule
 from resilin.training.job import StepSizes, current_job
-from resilin.training.optimizer import Gate, ModuleGate, applied
-from resilin.training.reference import ReferenceBatch
-from resilin.training.scaler import ScalerGate
-from resilin.training.scheduler import ClockedScheduler
+from resilin.training.sizing.reference import ReferenceBatch
+from resilin.training.state.divergence import CrossCheck, DivergenceCheck
+from resilin.training.state.freezing import Frozen
 
 ScheduleBy = Literal["user", "rule", "samples", "tokens", "progress"]
 """Who steps the scheduler: the user's loop, or a clock (`rule`: the clock of the rule)."""
@@ -105,7 +105,7 @@ class AdaptiveDataParallel(nn.Module):
         if tokens_per_step is not None:
             _validate.real("tokens_per_step", tokens_per_step, above=0)
         check_model(model, ddp_kwargs)
-        rule = steering.rule() or rule
+        rule = overrides.rule() or rule
         chosen = default_rule(type(optimizer).__name__) if rule == "auto" else get_rule(rule)
         self.module = model
         self.rule: ScalingRule = chosen

@@ -12,11 +12,11 @@ from resilin.core.plan import BatchBounds, BatchPlan
 from resilin.engine import devices
 from resilin.engine.base import Engine
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
-from resilin.training.autoscale import Autoscaler
-from resilin.training.iteration import Iteration
+from resilin.training.data.iteration import Iteration
 from resilin.training.job import current_job
-from resilin.training.room import Room
-from resilin.training.sizes import BatchSize, BatchSizes
+from resilin.training.sizing.autoscale import Autoscaler
+from resilin.training.sizing.batch_size import BatchSize, BatchSizes
+from resilin.training.sizing.memory_limit import Room
 
 
 class SizedLoader:

@@ -14,10 +14,10 @@ from resilin.integrations.keras.data import is_array
 from resilin.integrations.keras.progress import Progress
 from resilin.integrations.keras.refusals import is_writer
 from resilin.integrations.keras.steps import Steps
-from resilin.training.boundaries import end_training
-from resilin.training.epochs import begin_epoch
 from resilin.training.job import current_job
+from resilin.training.lifecycle import end_training
 from resilin.training.loader import AdaptiveDataLoader
+from resilin.training.script.epochs import begin_epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,12 @@ from resilin.integrations.keras import compiled, data, fit
 from resilin.integrations.keras.progress import NAME, Progress
 from resilin.integrations.keras.refusals import check_fit, check_model, check_step, is_writer
 from resilin.integrations.keras.steps import Steps
-from resilin.training.boundaries import start
 from resilin.training.job import current_job
+from resilin.training.lifecycle import start
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import ScheduleBy
-from resilin.training.planning import PresentPlan, plan
-from resilin.training.sizes import BatchSize
+from resilin.training.script.plan import PresentPlan, plan
+from resilin.training.sizing.batch_size import BatchSize
 
 
 class Model:

@@ -16,7 +16,7 @@ from resilin.integrations.keras.variables import Agreement
 from resilin.training.job import current_job
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
-from resilin.training.watching import record
+from resilin.training.script.events import record
 
 
 class _Trained(nn.Module):

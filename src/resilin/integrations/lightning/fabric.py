@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from resilin.core.rules import ScalingRule
 from resilin.engine.group import DEFAULT_TIMEOUT, init_process_group
 from resilin.integrations.lightning.callback import SAVED
-from resilin.training.carried import CarriedState
+from resilin.training.bridge.carried import CarriedState
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
 

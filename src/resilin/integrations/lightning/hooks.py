@@ -19,7 +19,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from resilin.training.snapshot import split
+from resilin.training.state.snapshot import split
 
 _WEIGHT = "resilin/weight"
 """The one key of what stands for a tensor of the model."""

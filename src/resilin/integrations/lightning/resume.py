@@ -25,11 +25,11 @@ from torch import Tensor
 
 from resilin.integrations.lightning import files, hooks
 from resilin.integrations.lightning.means import EpochSums
-from resilin.training.boundaries import end_training, start
+from resilin.training.gates.scheduler import LOOSE
 from resilin.training.job import Job, current_job
-from resilin.training.registry import MODEL
-from resilin.training.scheduler import LOOSE
-from resilin.training.snapshot import split
+from resilin.training.lifecycle import end_training, start
+from resilin.training.state.registry import MODEL
+from resilin.training.state.snapshot import split
 
 LOOPS = "lightning"
 """The name of the Trainer's own state in that of the job."""

@@ -8,10 +8,10 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from resilin.integrations.lightning.resume import Fit
-from resilin.training.epochs import begin_epoch
 from resilin.training.job import current_job
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel
+from resilin.training.script.epochs import begin_epoch
 
 
 def launched() -> dict[str, int]:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from resilin.training.gradient.norms import GroupNorms
 from resilin.training.gradient.parameters import Parameters
-from resilin.training.gradstats import GroupNorms
 
 
 class Source(Protocol):

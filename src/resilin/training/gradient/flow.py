@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from resilin.training.boundaries import begin_step
+from resilin.training.gates.scaler import calling_scaler
 from resilin.training.gradient import refusals
 from resilin.training.gradient.records import Part, StepStart
 from resilin.training.gradient.step import StepGradient
 from resilin.training.gradient.tensors import tensors_in
 from resilin.training.job import Job, MicroBatch
-from resilin.training.scaler import calling_scaler
+from resilin.training.lifecycle import begin_step
 
 
 class StepFlow:

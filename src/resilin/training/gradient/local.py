@@ -7,8 +7,8 @@ import operator
 import torch
 from torch import Tensor
 
+from resilin.training.gradient.norms import GroupNorms
 from resilin.training.gradient.parameters import Parameters
-from resilin.training.gradstats import GroupNorms
 
 _GRAD = operator.attrgetter("grad")
 _WIDEST = {torch.float16: 2.0}

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from resilin.training.gradstats import sqr_norms
+from resilin.training.gradient.norms import sqr_norms
 
 _VERSION = operator.attrgetter("_version")
 

@@ -26,11 +26,11 @@ from resilin.training.gradient.ballot import Head, Said, check, pack, unpack
 from resilin.training.gradient.calls import Calls
 from resilin.training.gradient.ddp import DdpReducer
 from resilin.training.gradient.local import LocalGradient
+from resilin.training.gradient.norms import GroupNorms, noise_samples
 from resilin.training.gradient.parameters import Parameters
 from resilin.training.gradient.records import Part, Reduced, StepStart
 from resilin.training.gradient.seal import Seal
-from resilin.training.gradstats import GroupNorms, noise_samples
-from resilin.training.timing import SyncTimer
+from resilin.training.gradient.timing import SyncTimer
 
 _SKIPPED = Reduced(weight=0.0, samples=0, skipped=True)
 

@@ -1,0 +1,67 @@
+"""The state of the job as one object, for checkpoints that another framework writes.
+
+Such a framework saves the model, its optimizer and the like by itself. What is left is small:
+clocks, the cursor of the data, noise, and whatever the user registered. It is made of numbers,
+strings and tensors, so that it can be read back without executing anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from resilin.training.job import current_job
+from resilin.training.state.registry import add_up, gathered, of_replica
+from resilin.training.state.snapshot import Snapshot, Version
+
+
+class CarriedState:
+    """What of the job's state somebody else's checkpoint has to carry.
+
+    Args:
+        without: Registered names that the other framework saves by itself.
+    """
+
+    def __init__(self, without: Collection[str]) -> None:
+        self._without = frozenset(without)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state between two steps. Collective: all replicas must ask.
+
+        Returns:
+            `version` (generation, step, epoch) and `tree`, which JSON can hold, and `tensors` by
+            name: those of the user's own objects, if they have any.
+        """
+        job = current_job()
+        snapshot = job.registry.take(
+            Version(job.engine.generation, job.clock.steps, job.epoch), without=self._without
+        )
+        tree, tensors = dict(snapshot.tree), dict(snapshot.tensors)
+        version = snapshot.version
+        everyone = job.engine.gather(
+            (job.registry.take_sums(version.epoch), job.registry.take_own())
+        )
+        own = gathered({i: own for i, (_, own) in enumerate(everyone)})
+        tree.update(add_up([sums for sums, _ in everyone]))
+        tree.update(own.tree)
+        tensors.update(own.tensors)
+        return {
+            "version": [version.generation, version.step, version.epoch],
+            "tree": tree,
+            "tensors": tensors,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Gives it to whoever is registered, and to whoever will be.
+
+        Raises:
+            ValueError: It belongs to another dataset, or to other things than the registered ones.
+        """
+        job = current_job()
+        snapshot = Snapshot(Version(*state["version"]), dict(state["tree"]), dict(state["tensors"]))
+        # What the job does from here on is newer than whatever it has left before.
+        engine, version = job.engine, snapshot.version
+        snapshot = of_replica(snapshot, engine.replica, engine.num_replicas)
+        job.registry.restore(snapshot, first_replica=engine.replica == 0, without=self._without)
+        engine.generation = max(engine.generation, version.generation + 1)
+        job.carried_from = f"step {version.step} (a checkpoint of the framework)"

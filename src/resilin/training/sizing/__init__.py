@@ -1,0 +1,1 @@
+"""Sizing: which batch size comes next, and what fits."""

@@ -1,0 +1,160 @@
+"""Reading: each file by one replica, once, from its beginning to its end.
+
+On that one way the checksum is made and the tensors are taken out. Then the replicas agree whether
+all files were whole, and send each other what they have read.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from resilin.training.state.checkpoint import archive
+from resilin.training.state.checkpoint.commit import Commit, Entry
+from resilin.training.state.checkpoint.errors import CheckpointError, CorruptCheckpoint
+from resilin.training.state.checkpoint.peers import Peers
+from resilin.training.state.checkpoint.storage import Storage
+from resilin.training.state.snapshot import deal
+
+_BLOCK = 1 << 22
+"""Bytes read at once where they are only summed up."""
+_PACK = 1 << 24
+"""Tensors are sent together up to so many bytes: each sending has a cost of its own."""
+
+
+def read(storage: Storage, commit: Commit, peers: Peers) -> dict[str, Tensor]:
+    """Reads all tensors of a commit, on every replica.
+
+    Raises:
+        CorruptCheckpoint: A file is not what it was; on all replicas or on none.
+        CheckpointError: Storage or a replica failed.
+    """
+    readers = deal({name: its.size for name, its in commit.files.items()}, peers.num)
+    tensors: dict[str, Tensor] = {}
+
+    def read_mine() -> str:
+        for file in readers[peers.rank]:
+            tensors.update(read_file(storage, commit, file))
+        return commit.name
+
+    names = peers.all(read_mine)
+    if len(set(names)) > 1:
+        raise CheckpointError(f"the replicas load different checkpoints: {', '.join(names)}")
+    for source, files in enumerate(readers):
+        entries = {name: entry for name, entry in commit.tensors.items() if entry.file in files}
+        if source != peers.rank:
+            tensors.update(
+                {
+                    name: torch.empty(entry.shape, dtype=entry.torch_dtype)
+                    for name, entry in entries.items()
+                }
+            )
+        if peers.num > 1:
+            _send([tensors[name] for name in entries], source, peers)
+    return {name: tensors[name] for name in commit.tensors}
+
+
+def read_file(storage: Storage, commit: Commit, file: str) -> dict[str, Tensor]:
+    """Reads the tensors in one file, and checks all of it.
+
+    Raises:
+        CorruptCheckpoint: It is missing, cut off or altered, or holds other tensors than it should.
+    """
+    where = f"{commit.path}/{file}"
+    expected = commit.files[file]
+    entries = sorted(
+        ((name, entry) for name, entry in commit.tensors.items() if entry.file == file),
+        key=lambda item: item[1].offset,
+    )
+    tensors, problem, crc32 = {}, None, 0
+    try:
+        if (size := storage.size(commit.name, file)) != expected.size:
+            raise CorruptCheckpoint(f"{where}: {expected.size} bytes expected, found {size}")
+        with storage.open(commit.name, file) as stream:
+            position = 0
+            for name, entry in entries:
+                crc32 = _sum_up(stream, entry.offset - position, crc32)
+                data = stream.read(entry.length)
+                crc32 = zlib.crc32(data, crc32)
+                position = entry.offset + entry.length
+                try:
+                    tensors[name] = _tensor(data, entry)
+                except Exception as error:
+                    # The checksum tells more, if it does not match either.
+                    problem = problem or f"{name}: {type(error).__name__}: {error}"
+            crc32 = _sum_up(stream, expected.size - position, crc32)
+    except OSError as error:
+        # A file that is gone, or a sector that cannot be read: no other try will bring it back.
+        if error.errno in (errno.EIO, errno.ENOENT) or isinstance(error, FileNotFoundError):
+            raise CorruptCheckpoint(
+                f"{where}: {expected.size} bytes expected, found {type(error).__name__}: {error}"
+            ) from error
+        raise
+    if crc32 != expected.crc32:
+        raise CorruptCheckpoint(f"{where}: crc32 {expected.crc32:08x} expected, found {crc32:08x}")
+    if problem is not None:
+        raise CorruptCheckpoint(f"{where}: cannot be read: {problem}")
+    return tensors
+
+
+def _sum_up(stream: IO[bytes], num_bytes: int, crc32: int) -> int:
+    while num_bytes > 0 and (data := stream.read(min(num_bytes, _BLOCK))):
+        crc32 = zlib.crc32(data, crc32)
+        num_bytes -= len(data)
+    return crc32
+
+
+def _tensor(data: bytes, entry: Entry) -> Tensor:
+    archive.check(data, entry.num_bytes)
+    tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if type(tensor) is not Tensor:
+        raise ValueError(f"a tensor expected, found a {type(tensor).__qualname__}")
+    if (tensor.layout, tensor.device.type) != (torch.strided, "cpu"):
+        raise ValueError(
+            f"{torch.strided} on cpu expected, found {tensor.layout} on {tensor.device.type}"
+        )
+    if (tensor.dtype, tuple(tensor.shape)) != (entry.torch_dtype, entry.shape):
+        raise ValueError(
+            f"{entry.torch_dtype} of {entry.shape} expected, found {tensor.dtype} of "
+            f"{tuple(tensor.shape)}"
+        )
+    # torch takes the size of the storage from the pickle: more than the record would be the memory
+    # next to it.
+    if (found := tensor.untyped_storage().nbytes()) != entry.num_bytes:
+        raise ValueError(f"a storage of {entry.num_bytes} bytes expected, found {found}")
+    return tensor.detach().contiguous()
+
+
+def _send(tensors: Sequence[Tensor], source: int, peers: Peers) -> None:
+    """Fills these tensors from those of one replica; as bytes, for which every dtype is good."""
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+    for pack in _packs(flat):
+        if len(pack) == 1:
+            peers.broadcast(pack[0], source)
+            continue
+        packed = torch.cat(pack)
+        peers.broadcast(packed, source)
+        if source != peers.rank:
+            for mine, sent in zip(
+                pack, torch.split(packed, [len(each) for each in pack]), strict=True
+            ):
+                mine.copy_(sent)
+
+
+def _packs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    pack: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if pack and size + tensor.nbytes > _PACK:
+            yield pack
+            pack, size = [], 0
+        pack.append(tensor)
+        size += tensor.nbytes
+    if pack:
+        yield pack

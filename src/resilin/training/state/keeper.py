@@ -1,0 +1,178 @@
+"""`Keeper`: when a state is copied to memory, what follows if it does not fit, and what it risks.
+
+The decisions are those of `core.recovery`. A copy that finds no room is tried again, first without
+what earlier generations left, later at growing intervals: others may have given memory back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import Literal
+
+from resilin.core.recovery import is_kept, keep_interval, may_forget, steps_at_risk
+from resilin.engine.base import Engine
+from resilin.training.state.memory import MemoryCopies, Place
+from resilin.training.state.registry import Registry
+from resilin.training.state.snapshot import Version
+
+logger = logging.getLogger("resilin")
+
+MEMORY_BUDGET = 0.05
+"""Part of the training time that memory copies may take when their interval is `auto`."""
+LONGEST_PAUSE = 1024
+"""Most steps between two attempts at a copy, where the ones before found no room."""
+
+
+class Keeper:
+    """Keeps the states of one replica in the memory of its host.
+
+    Args:
+        memory: Where to; None if this host keeps none.
+        every: Steps between two copies, `auto`, or None for none.
+        engine: Who is in the job.
+        registry: What has state.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryCopies | None,
+        every: int | Literal["auto"] | None,
+        engine: Engine,
+        registry: Registry,
+    ) -> None:
+        self.memory = memory
+        self.lock = threading.Lock()
+        """Held while a copy is written."""
+        self.resumed: Version | None = None
+        """The state that this generation began with, if there was one."""
+        self._engine = engine
+        self._registry = registry
+        self._auto = every == "auto"
+        self._interval = every if isinstance(every, int) else int(every == "auto")
+        self._kept: Version | None = None
+        self._num_kept = 0
+        self._all_kept = False
+        self._forgot = False
+        self._failures = 0
+        self._retry_step = 0
+        self._warned = False
+        self._seconds = 0.0
+        self._times: deque[float] = deque(maxlen=3)
+
+    # The vote ------------------------------------------------------------------------------
+
+    def votes(self) -> tuple[float, float]:
+        """Seconds that a copy takes, and 1 if the last one of this replica failed."""
+        return self._seconds, float(self._failures > 0)
+
+    def counted(self, keep_seconds: float, step_seconds: float, failed: float) -> None:
+        """Takes the sums of all replicas: the interval follows them.
+
+        Args:
+            keep_seconds: Of one copy.
+            step_seconds: Of one step.
+            failed: Replicas that have not completed the last copy.
+        """
+        self._all_kept = not failed
+        if self._auto and step_seconds > 0:
+            self._interval = keep_interval(keep_seconds, step_seconds, MEMORY_BUDGET)
+
+    @property
+    def at_risk(self) -> int | None:
+        """Completed steps that the death of a worker can cost; None if only checkpoints bound it.
+
+        A step is complete when its copy is: one that dies in the middle of a copy makes that step
+        again.
+        """
+        holds = self._num_kept > 0 and self._all_kept and not self._failures
+        return steps_at_risk(self._interval) if holds else None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the interval rests on a measurement, or needs none."""
+        return bool(self._times) or not self._auto
+
+    # Keeping -------------------------------------------------------------------------------
+
+    def is_due(self, step: int, *, stopping: bool) -> bool:
+        """Whether the state at this step is to be kept."""
+        return self.memory is not None and is_kept(step, self._interval, stopping=stopping)
+
+    def keep(self, version: Version) -> None:
+        """Copies the state, if it is not there yet. All replicas of the host keep the same ones."""
+        memory = self.memory
+        if memory is None or not self._interval or version == self._kept:
+            return
+        if self._failures and version.step < self._retry_step:
+            return
+        began = time.monotonic()
+        with self.lock:
+            self._forget_earlier(memory)
+            try:
+                self._write(memory, version, again=False)
+            except OSError:
+                # Not the state that this generation began with: until the first copy of its own is
+                # complete on all replicas, that is the only one.
+                memory.forget(before=self._engine.generation, but=self.resumed)
+                try:
+                    self._write(memory, version, again=self._needs_resumed(memory))
+                except OSError as error:
+                    self._failed(memory, version, error)
+                    return
+        if self._failures:
+            logger.info("memory copies fit again, from step %d on", version.step)
+        elif self._num_kept:
+            # Not the first one, which has to find its memory, and not one that was held up.
+            self._times.append(time.monotonic() - began)
+            self._seconds = min(self._times)
+        self._failures = 0
+        self._kept = version
+        self._num_kept += 1
+
+    def _needs_resumed(self, memory: MemoryCopies) -> bool:
+        """Whether the state that this generation began with is one of the two that must stay.
+
+        There is no room for a third one then, and a replica that waited for it would wait for ever:
+        its first copy is written over.
+        """
+        return self._num_kept > 0 and not self._forgot and self.resumed in memory.versions()
+
+    def _write(self, memory: MemoryCopies, version: Version, *, again: bool) -> None:
+        engine, registry, resumed = self._engine, self._registry, self.resumed
+        memory.keep(
+            registry.take(version),
+            registry.take_sums(version.epoch),
+            Place(engine.host, engine.local_replica, engine.num_local_replicas, engine.replica),
+            registry.take_own(),
+            previous=resumed if again else self._kept or resumed,
+            again=again,
+        )
+
+    def _forget_earlier(self, memory: MemoryCopies) -> None:
+        """Removes earlier generations once the first copy of this one is complete everywhere.
+
+        Before the next copy, not after it: there may be room for one generation alone. Each replica
+        does it, because none may wait for another.
+        """
+        if self._forgot or not (may_forget(self._num_kept + 1) and self._all_kept):
+            return
+        memory.forget(before=self._engine.generation)
+        self._forgot = True
+
+    def _failed(self, memory: MemoryCopies, version: Version, error: OSError) -> None:
+        """Training goes on; the last complete copy and the checkpoints are still there."""
+        self._failures += 1
+        self._retry_step = version.step + min(2**self._failures, LONGEST_PAUSE)
+        if self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "no room for a memory copy of step %d in %s: %s. It is tried again; until one fits, a "
+            "lost worker costs all steps since the last copy or checkpoint",
+            version.step,
+            memory.directory,
+            error,
+        )

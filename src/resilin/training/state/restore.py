@@ -1,0 +1,192 @@
+"""Finding the newest state of a job: in the memory of any host, or else in a checkpoint.
+
+All replicas end up with the same state. Those on a host that has it read it there; the others get
+it from them, each holder sending a share. Storage is asked only when no host has anything newer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from resilin.core.recovery import Held, candidates, next_generation
+from resilin.engine.base import Engine
+from resilin.training.state.checkpoint import Checkpoints
+from resilin.training.state.memory import MemoryCopies
+from resilin.training.state.registry import add_up, gathered
+from resilin.training.state.snapshot import Json, Snapshot, Version, shares
+
+logger = logging.getLogger("resilin")
+
+
+class Content(NamedTuple):
+    """What the memory of one host has of a state, beside the parts that all replicas share."""
+
+    num_replicas: int
+    """How many replicas the job had when they wrote it."""
+    previous: Version | None
+    """The copy before it."""
+    sums: Mapping[int, Mapping[str, Json]]
+    """What replicas have added to sums, by replica."""
+    owners: set[int]
+    """Replicas whose own state is there."""
+    empty: Collection[int] = ()
+    """Those of them that have nothing of their own."""
+
+    def held(self, version: Version, num_replicas: int) -> Held:
+        """The same as the record that decides which state wins.
+
+        Args:
+            version: Which state it is.
+            num_replicas: Replicas there are now. What each had of its own counts only if there are
+                as many as before, to get it back.
+        """
+        own = self.owners - set(self.empty) if num_replicas == self.num_replicas else set()
+        parts = {each: bool(sums) or each in own for each, sums in self.sums.items()}
+        return Held(
+            version=version,
+            num_replicas=self.num_replicas,
+            previous=self.previous,
+            parts=parts,
+        )
+
+
+class Newest(NamedTuple):
+    """What a search has found."""
+
+    snapshot: Snapshot | None
+    """The newest state; None if there is none."""
+    source: str
+    """Where it was: `memory`, `checkpoint`, or nothing."""
+    generation: int
+    """Number of the generation that begins now: none that left anything has it."""
+
+
+def newest_state(
+    engine: Engine, memory: MemoryCopies | None, checkpoints: Checkpoints | None
+) -> Newest:
+    """Finds the newest state that any replica can find. Collective.
+
+    Raises:
+        CheckpointError: There are checkpoints, and none can be read.
+        ValueError: One was written by a newer resilin.
+    """
+    here: dict[Version, Content] = {}
+    seen: set[int] = set()
+    if memory is not None:
+        seen = memory.generations()
+        here = {
+            v: Content(
+                memory.num_replicas(v),
+                memory.previous(v),
+                memory.sums(v),
+                memory.owners(v),
+                memory.without_own(v),
+            )
+            for v in memory.versions()
+        }
+    saved: list[Version] = []
+    if checkpoints is not None and engine.replica == 0:
+        saved = [commit.version for commit in checkpoints.commits()]
+    everyone = engine.gather((here, seen, saved))
+    saved = everyone[0][2]
+    visible = {each for _, generations, _ in everyone for each in generations}
+    generation = next_generation([*saved, *(Version(each, 0) for each in visible)])
+    contents = [contents for contents, _, _ in everyone]
+    held = [c.held(v, engine.num_replicas) for each in contents for v, c in each.items()]
+    order = candidates(held, saved)
+    for index, candidate in enumerate(order):
+        if candidate.source == "checkpoint":
+            assert checkpoints is not None
+            if index and order[index - 1].source == "checkpoint":
+                continue
+            # All of them down to the next copy in memory, which wins over older checkpoints.
+            copies = (each.version for each in order[index:] if each.source == "memory")
+            snapshot = checkpoints.newest(engine.group("control"), at_least=next(copies, None))
+            if snapshot is not None:
+                return Newest(snapshot, "checkpoint", generation)
+            continue
+        snapshot = _from_memory(engine, memory, candidate.version)
+        if snapshot is None:
+            continue
+        found = [each.get(candidate.version) for each in contents]
+        _add_sums(snapshot, [content for content in found if content is not None], engine.replica)
+        owners = [() if content is None else content.owners for content in found]
+        _add_own(engine, memory, snapshot, owners, whole=candidate.whole)
+        return Newest(snapshot, "memory", generation)
+    if checkpoints is None:
+        return Newest(None, "", generation)
+    return Newest(checkpoints.newest(engine.group("control")), "checkpoint", generation)
+
+
+def _add_sums(snapshot: Snapshot, found: Sequence[Content], replica: int) -> None:
+    parts = {each: sums for content in found for each, sums in content.sums.items()}
+    if len(parts) < found[0].num_replicas and any(parts.values()) and replica == 0:
+        logger.warning(
+            "Accumulators go on without what was added on hosts that are gone, since the last "
+            "checkpoint"
+        )
+    snapshot.tree.update(add_up([parts[each] for each in sorted(parts)]))
+
+
+def _add_own(
+    engine: Engine,
+    memory: MemoryCopies | None,
+    snapshot: Snapshot,
+    owners: Sequence[Collection[int]],
+    *,
+    whole: bool,
+) -> None:
+    """Adds what each replica has of its own, from all hosts that have it. Collective.
+
+    Args:
+        engine: Who is in the job.
+        memory: The copies of this host.
+        snapshot: The rest of the state.
+        owners: Per replica, those whose own state it can read. The first that can sends it.
+        whole: Whether nothing is missing: a replica that is not among them had an empty part.
+    """
+    known = set().union(*owners[: engine.replica])
+    here = {}
+    if memory is not None and not known.issuperset(owners[engine.replica]):
+        found = memory.own(snapshot.version)
+        here = {each: own for each, own in found.items() if each not in known}
+    parts = {i: each for part in engine.gather(here) for i, each in part.items()}
+    if whole and parts and not any(any(own.tree.values()) for own in parts.values()):
+        # A replica that is missing died before it had written its part. Those of the others are
+        # empty, and so was this one: without it, its random generators would be seeded anew.
+        present = next(iter(parts.values()))
+        for each in range(snapshot.tree["job"]["replicas"]):
+            parts.setdefault(each, present)
+    own = gathered(parts)
+    snapshot.tree.update(own.tree)
+    snapshot.tensors.update(own.tensors)
+
+
+def _from_memory(engine: Engine, memory: MemoryCopies | None, version: Version) -> Snapshot | None:
+    """A state that some host has in memory, on all replicas; None if it has gone."""
+    mine: Snapshot | None = None
+    if memory is not None and version in memory.versions():
+        try:
+            mine = memory.read(version)
+        except LookupError as error:
+            logger.warning("%s", error)
+    holders = [replica for replica, has in enumerate(engine.gather(mine is not None)) if has]
+    if not holders:
+        return None
+    if len(holders) == engine.num_replicas:
+        return mine
+    outline = None
+    if mine is not None:
+        outline = mine.tree, {name: (t.dtype, t.shape) for name, t in mine.tensors.items()}
+    tree, table = engine.broadcast(outline, source=holders[0])
+    if mine is None:
+        empty = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in table.items()}
+        mine = Snapshot(version, tree, empty)
+    dealt = shares(mine.tensors, len(holders))
+    owners = {name: holders[i] for i, names in enumerate(dealt) for name in names}
+    engine.hand_out(mine.tensors, owners)
+    return mine
