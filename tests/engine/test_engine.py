@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from resilin.core.membership import Membership
 from resilin.engine import base
 from resilin.engine.base import Engine
 from resilin.engine.group import LAUNCHER_ENV, detect
@@ -48,7 +49,8 @@ def test_a_process_that_nobody_launched_is_single(plain):
     assert (engine.host, engine.local_replica, engine.num_local_replicas) == (0, 0, 1)
     assert not engine.restartable
     assert engine.memory_name is None
-    assert not engine.begin_step()
+    assert engine.begin_step() == engine.membership == Membership()
+    assert engine.gradient_group() is None
     assert engine.all_committed()
 
 
@@ -166,6 +168,15 @@ def test_tensors_that_are_not_contiguous_are_not_handed_out_wrongly():
     tensor = torch.zeros(3, 2).t()
     with pytest.raises(AssertionError):
         detect().hand_out({"t": tensor}, {"t": 0})
+
+
+@pytest.mark.world_size(2)
+def test_a_step_begins_with_who_is_in_it():
+    engine = detect()
+    me = engine.begin_step()
+    assert me == engine.membership
+    assert (me.replica, me.num_replicas) == (me.process, me.num_processes) == (dist.get_rank(), 2)
+    assert engine.gradient_group() is dist.group.WORLD
 
 
 @pytest.mark.world_size(2, init=False)

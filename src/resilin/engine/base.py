@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from resilin.core.membership import Membership
 from resilin.engine.pulse import Pulse
 from resilin.engine.stop import StopRequest
 
@@ -42,6 +43,25 @@ class Engine:
         self._groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
     # Who we are ----------------------------------------------------------------------------
+
+    @property
+    def membership(self) -> Membership:
+        """Who is in the job now, as this process sees it.
+
+        It is the same until `begin_step` returns another one, except for the generation, which
+        training raises once, when it restores state.
+        """
+        return Membership(
+            generation=self.generation,
+            replica=self.replica,
+            num_replicas=self.num_replicas,
+            process=self.replica,
+            num_processes=self.num_replicas,
+            host=self.host,
+            num_hosts=self.num_hosts,
+            local_process=self.local_replica,
+            num_local_processes=self.num_local_replicas,
+        )
 
     @property
     def replica(self) -> int:
@@ -95,14 +115,14 @@ class Engine:
 
     # A step --------------------------------------------------------------------------------
 
-    def begin_step(self) -> bool:
+    def begin_step(self) -> Membership:
         """Called by all replicas before each step: the place where members may join or leave.
 
         Returns:
-            Whether the membership has changed since the last step. Where a change means new
-            processes it never has.
+            Who takes part in the step. Its generation tells whether that has changed; where a
+            change means new processes it never has.
         """
-        return False
+        return self.membership
 
     def all_committed(self) -> bool:
         """Called after each step: whether all replicas made it.
@@ -113,6 +133,15 @@ class Engine:
         return True
 
     # Agreement and state -------------------------------------------------------------------
+
+    def gradient_group(self) -> dist.ProcessGroup | None:
+        """The process group in which gradients are reduced.
+
+        Returns:
+            The group, always the same one while the membership lasts; None if there is but one
+            replica.
+        """
+        return dist.group.WORLD if self.num_replicas > 1 else None
 
     def group(self, purpose: str) -> dist.ProcessGroup | None:
         """A gloo group of all replicas for one purpose, apart from that of the gradients.

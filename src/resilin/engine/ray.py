@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from resilin.core.membership import Membership
 from resilin.engine.base import Engine
 from resilin.engine.stop import StopRequest
 
@@ -129,14 +130,14 @@ class RayTrain(Engine):
 
     # A step --------------------------------------------------------------------------------
 
-    def begin_step(self) -> bool:
+    def begin_step(self) -> Membership:
         """Ends the training where Ray has taken its process group away."""
         if not self.all_committed():
             raise RuntimeError(
                 f"Ray Train has taken the process group of its {self._num_replicas} workers away, "
                 "as it does before it starts new ones"
             )
-        return False
+        return self.membership
 
     def all_committed(self) -> bool:
         """Whether the step was reduced: the process group is still there.
