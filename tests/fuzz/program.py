@@ -38,7 +38,7 @@ HOOKS = (
 
 PLACES = (
     "training/state/memory.py",
-    "training/state/keeper.py",
+    "training/state/memory_schedule.py",
     "training/state/recovery.py",
     "training/state/restore.py",
     "training/state/registry.py",

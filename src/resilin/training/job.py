@@ -28,9 +28,9 @@ from resilin.engine.base import Engine
 from resilin.engine.group import detect
 from resilin.training.ballot import Voter
 from resilin.training.data.cursor import Cursors
-from resilin.training.state.protection import Protection
 from resilin.training.state.randomness import RandomStates
 from resilin.training.state.registry import Registry
+from resilin.training.state.settings import StateSettings
 
 logger = logging.getLogger("resilin")
 
@@ -234,7 +234,7 @@ class Job:
     """The model that is being trained."""
     registry: Registry = field(init=False)
     """Everything with state."""
-    protection: Protection | None = None
+    state_settings: StateSettings | None = None
     """How that state is to be kept, if the script says it."""
     recovery: JobRecovery | None = None
     """What keeps that state; None until the job has started."""

@@ -12,9 +12,9 @@ from resilin.core.hang import Phase
 from resilin.engine import environment, lost
 from resilin.training.job import Job
 from resilin.training.report.recorder import Recorder, log_directory
-from resilin.training.state.protection import from_environment
 from resilin.training.state.randomness import NAME, RandomStates
 from resilin.training.state.recovery import Recovery
+from resilin.training.state.settings import from_environment
 
 
 class _Arrivals:
@@ -60,7 +60,7 @@ def start(job: Job) -> Recovery:
             lost.tell_briefly(job.engine.replica)
         job.random = RandomStates(job)
         job.registry.add_own(NAME, job.random)
-        job.recovery = Recovery(job, job.protection or from_environment())
+        job.recovery = Recovery(job, job.state_settings or from_environment())
         job.recovery.start()
         job.recorder = Recorder(job, log_directory(job), job.recovery.resumed_from)
         if job.engine.pulse.shown:

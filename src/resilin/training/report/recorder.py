@@ -266,7 +266,7 @@ def log_directory(job: Job) -> Path | None:
         return overrides.run_dir()
     if job.events_dir is not None:
         return job.events_dir
-    kept = job.protection.checkpoint_dir if job.protection is not None else None
+    kept = job.state_settings.checkpoint_dir if job.state_settings is not None else None
     kept = kept or os.environ.get(environment.CHECKPOINT_DIR)
     if not kept or "://" in kept.removeprefix("file://"):
         return None

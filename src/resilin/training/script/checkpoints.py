@@ -12,8 +12,8 @@ from resilin.core import _validate
 from resilin.engine import overrides
 from resilin.training.job import current_job
 from resilin.training.lifecycle import start
-from resilin.training.state.protection import Protection
 from resilin.training.state.registry import Stateful
+from resilin.training.state.settings import StateSettings
 from resilin.training.state.snapshot import Version
 
 
@@ -53,7 +53,7 @@ def checkpoint_to(
             "checkpoint_to() came after the job had started: call it before "
             "remaining_epochs_until() and before the first step"
         )
-    job.protection = Protection(
+    job.state_settings = StateSettings(
         checkpoint_dir=overrides.checkpoint_dir(
             None if directory is None else os.fspath(directory)
         ),

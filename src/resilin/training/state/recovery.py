@@ -27,11 +27,11 @@ from resilin.engine.watch import Peer, Watch
 from resilin.training.job import Job, Stamp
 from resilin.training.state.checkpoint import CheckpointError, Checkpoints
 from resilin.training.state.checkpoint.commit import Commit
-from resilin.training.state.keeper import MEMORY_BUDGET, Keeper
 from resilin.training.state.memory import MemoryCopies, Writer, in_use
-from resilin.training.state.protection import Protection, memory_directory
+from resilin.training.state.memory_schedule import MEMORY_BUDGET, MemorySchedule
 from resilin.training.state.registry import add_up, gathered, of_replica
 from resilin.training.state.restore import newest_state
+from resilin.training.state.settings import StateSettings, memory_directory
 from resilin.training.state.snapshot import Snapshot, Version
 
 logger = logging.getLogger("resilin")
@@ -46,18 +46,20 @@ As long as an agent gives its workers to end. After it they are taken for those 
 class Recovery:
     """What keeps and restores the state of one job."""
 
-    def __init__(self, job: Job, protection: Protection) -> None:
+    def __init__(self, job: Job, settings: StateSettings) -> None:
         self._job = job
         self._engine = job.engine
-        self._protection = protection
+        self._settings = settings
         self._checkpoints: Checkpoints | None = None
-        if protection.checkpoint_dir is not None:
+        if settings.checkpoint_dir is not None:
             self._checkpoints = Checkpoints(
-                protection.checkpoint_dir, keep=protection.keep, keep_every=protection.keep_every
+                settings.checkpoint_dir, keep=settings.keep, keep_every=settings.keep_every
             )
-        directory = memory_directory(self._engine, protection)
+        directory = memory_directory(self._engine, settings)
         self._memory = None if directory is None else MemoryCopies(directory)
-        self._keeper = Keeper(self._memory, protection.memory_every, self._engine, job.registry)
+        self._copies = MemorySchedule(
+            self._memory, settings.memory_every, self._engine, job.registry
+        )
         self._branch = 0
         self.resumed: Version | None = None
         """The state that the job went on from; None if it began anew."""
@@ -110,7 +112,7 @@ class Recovery:
             self._job.registry.restore(mine, first_replica=engine.replica == 0)
             self.resumed = snapshot.version
             self.resumed_from = f"step {snapshot.version.step} ({source})"
-            self._keeper.resumed = snapshot.version
+            self._copies.resumed = snapshot.version
         self._seen = self._version()
         self._save_step, self._save_time = self._seen.step, time.monotonic()
         if snapshot is not None:
@@ -119,7 +121,7 @@ class Recovery:
             self._saved = snapshot.version
         elif snapshot is None or not self._on_all_hosts(snapshot.version):
             # What was read on this very host, or on storage, is not written again.
-            self._keeper.keep(self._version())
+            self._copies.keep(self._version())
         self.listen()
         if engine.replica == 0:
             many = engine.num_replicas > 1
@@ -185,7 +187,7 @@ class Recovery:
         """
         steps = self._job.clock.steps + ahead
         stop, save = float(self._engine.stop.asked), float(self._save_is_due(steps))
-        return stop, save, self._step_seconds, *self._keeper.votes()
+        return stop, save, self._step_seconds, *self._copies.votes()
 
     def counted(self, votes: tuple[float, ...]) -> None:
         """What all replicas have said in the ballot of the step that ends now."""
@@ -195,7 +197,7 @@ class Recovery:
         """Asked of replica 0 alone: others have other clocks."""
         if self._checkpoints is None or self._engine.replica or self._checkpoints.saving:
             return False
-        every = self._protection.checkpoint_every
+        every = self._settings.checkpoint_every
         if isinstance(every, timedelta):
             return time.monotonic() - self._save_time >= every.total_seconds()
         return every is not None and steps - self._save_step >= every
@@ -229,10 +231,10 @@ class Recovery:
         self._job.registry.warn_of_unclaimed()
         if self._checkpoints is not None and self._checkpoints.is_done:
             self._end_save()
-        self._keeper.counted(keep_seconds, step_seconds, failed)
+        self._copies.counted(keep_seconds, step_seconds, failed)
         self._report_risk()
-        if self._keeper.is_due(version.step, stopping=bool(stop)):
-            self._keeper.keep(version)
+        if self._copies.is_due(version.step, stopping=bool(stop)):
+            self._copies.keep(version)
         if stop:
             self._stop()
         if save:
@@ -248,14 +250,14 @@ class Recovery:
         With memory copies that is their interval less one. Without, it is what was done since the
         last checkpoint. It holds while a host with a copy lives.
         """
-        steps = self._keeper.at_risk
+        steps = self._copies.at_risk
         return self._job.clock.steps - self._committed_step if steps is None else steps
 
     def _report_risk(self) -> None:
         """Says it when copies have been measured, and when it has changed to half or the double."""
         steps, told = self.at_risk, self._told_risk
-        in_memory = self._keeper.at_risk is not None
-        if self._engine.replica or (in_memory and not self._keeper.is_measured):
+        in_memory = self._copies.at_risk is not None
+        if self._engine.replica or (in_memory and not self._copies.is_measured):
             return
         if told is not None and (steps == told or min(steps, told) > max(steps, told) / 2):
             return
@@ -266,7 +268,7 @@ class Recovery:
             return
         if steps == 0:
             logger.info("a lost worker costs no completed step: each is copied to memory")
-        elif self._protection.memory_every == "auto":
+        elif self._settings.memory_every == "auto":
             logger.info(
                 "a lost worker costs at most %d completed step(s): a memory copy of each would "
                 "take more than %g%% of the time (memory_every=1 does it all the same)",
@@ -318,7 +320,7 @@ class Recovery:
 
     def _tell_failed(self, error: CheckpointError) -> None:
         if self._engine.replica == 0:
-            place = self._protection.checkpoint_dir or ""
+            place = self._settings.checkpoint_dir or ""
             self._job.emit(
                 CheckpointEvent(**self._job.stamp(), action="failed", path=place, detail=str(error))
             )
@@ -365,7 +367,7 @@ class Recovery:
     def _abandon(self, reason: str, late: bool) -> None:
         """Ends this process from the watching thread: its main thread is stuck, or unsupervised."""
         # Whoever copies into memory right now completes it first.
-        self._keeper.lock.acquire(timeout=10)
+        self._copies.lock.acquire(timeout=10)
         logger.warning("replica %d ends: %s", self._engine.replica, reason)
         try:
             if late and self._engine.replica == 0:
@@ -382,7 +384,7 @@ class Recovery:
 
     def _save_memory(self) -> None:
         """Makes the newest memory copy a checkpoint, without any other replica."""
-        directory = self._protection.checkpoint_dir
+        directory = self._settings.checkpoint_dir
         if directory is None or self._memory is None:
             return
         newest = self._memory.versions()[:1]
@@ -393,7 +395,7 @@ class Recovery:
         own = gathered(self._memory.own(newest[0]))
         snapshot.tree.update(own.tree)
         snapshot.tensors.update(own.tensors)
-        commit = Checkpoints(directory, keep=self._protection.keep).save(snapshot)
+        commit = Checkpoints(directory, keep=self._settings.keep).save(snapshot)
         logger.warning("saved step %d in %s from memory", commit.version.step, commit.path)
 
     def finish(self) -> None:

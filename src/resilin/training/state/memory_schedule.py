@@ -1,4 +1,4 @@
-"""`Keeper`: when a state is copied to memory, what follows if it does not fit, and what it risks.
+"""The schedule of memory copies: when one is due, retries where none fits, and the steps at risk.
 
 The decisions are those of `core.recovery`. A copy that finds no room is tried again, first without
 what earlier generations left, later at growing intervals: others may have given memory back.
@@ -26,7 +26,7 @@ LONGEST_PAUSE = 1024
 """Most steps between two attempts at a copy, where the ones before found no room."""
 
 
-class Keeper:
+class MemorySchedule:
     """Keeps the states of one replica in the memory of its host.
 
     Args:

@@ -1,4 +1,4 @@
-"""What users say about keeping state: where checkpoints go, how often, and how much of it stays."""
+"""The settings of a job's state: where checkpoints go, how often, and how many of them stay."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from resilin.engine.base import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Protection:
-    """How the state of a job is kept."""
+class StateSettings:
+    """Where and how often the state of a job is kept."""
 
     checkpoint_dir: str | None = None
     """A path or an fsspec URL that all replicas reach; None writes no checkpoints."""
@@ -47,28 +47,24 @@ class Protection:
             )
 
 
-def from_environment() -> Protection:
-    """What the launcher says, where the script says nothing.
+def from_environment() -> StateSettings:
+    """Read the settings that the launcher passes on, for scripts that set none.
 
     Raises:
         ValueError: `RESILIN_CHECKPOINT_EVERY` is not a number with a unit.
     """
-    protection = Protection(checkpoint_dir=os.environ.get(environment.CHECKPOINT_DIR) or None)
+    settings = StateSettings(checkpoint_dir=os.environ.get(environment.CHECKPOINT_DIR) or None)
     every = os.environ.get(environment.CHECKPOINT_EVERY)
-    return (
-        replace(protection, checkpoint_every=environment.parse_every(every))
-        if every
-        else protection
-    )
+    return replace(settings, checkpoint_every=environment.parse_every(every)) if every else settings
 
 
-def memory_directory(engine: Engine, protection: Protection) -> Path | None:
+def memory_directory(engine: Engine, settings: StateSettings) -> Path | None:
     """Where this host keeps its copies of the job; None if there are none.
 
     There are none where nobody starts a process again that has died, unless the environment names
     a directory.
     """
-    if protection.memory_every is None:
+    if settings.memory_every is None:
         return None
     named = os.environ.get(environment.MEMORY_DIR)
     if named == environment.OFF:

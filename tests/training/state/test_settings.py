@@ -16,7 +16,7 @@ from resilin.engine.torchrun import RUN_ID, Torchrun
 from resilin.training.job import current_job
 from resilin.training.script import checkpoints as keeping
 from resilin.training.state.memory import MemoryCopies
-from resilin.training.state.protection import Protection, from_environment, memory_directory
+from resilin.training.state.settings import StateSettings, from_environment, memory_directory
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +54,11 @@ def no_launcher(monkeypatch):
 )
 def test_settings_out_of_range_are_refused_with_value_and_rule(settings, message):
     with pytest.raises(ValueError, match=message):
-        Protection(**settings)
+        StateSettings(**settings)
     arguments = {name.removeprefix("checkpoint_"): value for name, value in settings.items()}
     with pytest.raises(ValueError, match=message):
         keeping.checkpoint_to("/somewhere", **arguments)
-    assert current_job().protection is None
+    assert current_job().state_settings is None
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,12 @@ def test_intervals_that_cannot_be_honoured_are_refused(monkeypatch, text):
 
 
 def test_the_environment_speaks_where_the_script_does_not(monkeypatch):
-    assert from_environment() == Protection()
+    assert from_environment() == StateSettings()
     monkeypatch.setenv(environment.CHECKPOINT_DIR, "")
     monkeypatch.setenv(environment.CHECKPOINT_EVERY, "")
-    assert from_environment() == Protection()
+    assert from_environment() == StateSettings()
     monkeypatch.setenv(environment.CHECKPOINT_DIR, "s3://bucket/job")
-    assert from_environment() == Protection(checkpoint_dir="s3://bucket/job")
+    assert from_environment() == StateSettings(checkpoint_dir="s3://bucket/job")
 
 
 def under_torchrun(monkeypatch, run_id):
@@ -112,7 +112,7 @@ def under_torchrun(monkeypatch, run_id):
 
 
 def test_memory_is_named_by_the_run_and_the_user(monkeypatch):
-    directory = memory_directory(under_torchrun(monkeypatch, "job-7.b_2"), Protection())
+    directory = memory_directory(under_torchrun(monkeypatch, "job-7.b_2"), StateSettings())
     assert directory.parts[-2:] == (f"resilin-{os.getuid()}", "job-7.b_2")
 
 
@@ -131,9 +131,9 @@ def test_runs_with_strange_names_have_directories_of_their_own(monkeypatch):
         "..",
         "-",
     ]
-    made = [memory_directory(under_torchrun(monkeypatch, name), Protection()) for name in names]
+    made = [memory_directory(under_torchrun(monkeypatch, name), StateSettings()) for name in names]
     assert len(set(made)) == len(names)
-    home = memory_directory(under_torchrun(monkeypatch, "x"), Protection()).parent
+    home = memory_directory(under_torchrun(monkeypatch, "x"), StateSettings()).parent
     for name, directory in zip(names, made, strict=True):
         assert os.path.normpath(directory.parent) == str(home), name
         assert Path(os.path.normpath(directory)).parent == home, f"{name!r} leaves {home}"
@@ -141,38 +141,38 @@ def test_runs_with_strange_names_have_directories_of_their_own(monkeypatch):
 
 def test_a_run_with_a_long_name_has_a_directory_too(monkeypatch):
     long = [
-        memory_directory(under_torchrun(monkeypatch, "x" * 300 + c), Protection()) for c in "ab"
+        memory_directory(under_torchrun(monkeypatch, "x" * 300 + c), StateSettings()) for c in "ab"
     ]
     assert long[0] != long[1]
     assert max(len(directory.name) for directory in long) <= 255
 
 
 def test_runs_without_a_name_are_told_apart_by_their_agents(monkeypatch):
-    directory = memory_directory(under_torchrun(monkeypatch, "none"), Protection())
+    directory = memory_directory(under_torchrun(monkeypatch, "none"), StateSettings())
     assert directory.name == f"agent-{os.getppid()}"
 
 
 def test_where_there_are_no_memory_copies(monkeypatch, tmp_path):
-    assert memory_directory(Single(), Protection()) is None
-    assert memory_directory(Torchrun(), Protection()) is None, "nobody starts it again"
+    assert memory_directory(Single(), StateSettings()) is None
+    assert memory_directory(Torchrun(), StateSettings()) is None, "nobody starts it again"
     engine = under_torchrun(monkeypatch, "job")
-    assert memory_directory(engine, Protection(memory_every=None)) is None
+    assert memory_directory(engine, StateSettings(memory_every=None)) is None
     monkeypatch.setenv(environment.MEMORY_DIR, "off")
-    assert memory_directory(engine, Protection()) is None
+    assert memory_directory(engine, StateSettings()) is None
     monkeypatch.setenv(environment.MEMORY_DIR, str(tmp_path))
-    assert memory_directory(Single(), Protection()) == tmp_path
-    assert memory_directory(Single(), Protection(memory_every=None)) is None
+    assert memory_directory(Single(), StateSettings()) == tmp_path
+    assert memory_directory(Single(), StateSettings(memory_every=None)) is None
 
 
 def test_checkpoint_to_takes_paths_and_addresses(tmp_path):
     keeping.checkpoint_to(tmp_path, every=5, keep=2, keep_every=10, memory_every=4)
-    assert current_job().protection == Protection(
+    assert current_job().state_settings == StateSettings(
         checkpoint_dir=str(tmp_path), checkpoint_every=5, keep=2, keep_every=10, memory_every=4
     )
     keeping.checkpoint_to("s3://bucket", every=None, memory_every=None)
-    assert current_job().protection.checkpoint_dir == "s3://bucket"
+    assert current_job().state_settings.checkpoint_dir == "s3://bucket"
     keeping.checkpoint_to(None)
-    assert current_job().protection == Protection()
+    assert current_job().state_settings == StateSettings()
 
 
 def test_what_the_script_says_comes_before_the_environment(monkeypatch, tmp_path):

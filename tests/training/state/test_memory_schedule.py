@@ -13,8 +13,8 @@ import resilin
 from resilin.core.events import RiskEvent
 from resilin.engine.base import Engine
 from resilin.training.state import memory, recovery
-from resilin.training.state.keeper import LONGEST_PAUSE, Keeper
 from resilin.training.state.memory import MemoryCopies, Place
+from resilin.training.state.memory_schedule import LONGEST_PAUSE, MemorySchedule
 from resilin.training.state.registry import Registry
 from resilin.training.state.snapshot import Snapshot, Version
 from tests.training.recovery_job import Job
@@ -49,15 +49,15 @@ class Host:
         engine.generation = generation
         self.large = Large()
         registry.add("job", self.large)
-        self.keeper = Keeper(MemoryCopies(self.directory), 1, engine, registry)
-        self.keeper.resumed = resumed
+        self.schedule = MemorySchedule(MemoryCopies(self.directory), 1, engine, registry)
+        self.schedule.resumed = resumed
         self.generation = generation
 
     def keep(self, *steps, failed=0.0):
         for step in steps:
-            self.keeper.counted(0.0, 1.0, failed + self.keeper.votes()[1])
+            self.schedule.counted(0.0, 1.0, failed + self.schedule.votes()[1])
             self.large.step = step
-            self.keeper.keep(Version(self.generation, step))
+            self.schedule.keep(Version(self.generation, step))
 
     @property
     def versions(self):
@@ -91,7 +91,7 @@ def test_copies_go_on_where_one_generation_fits(host, caplog):
         assert host.versions == [(generation, step + 2), (generation, step + 1)]
         host.keep(step + 3, step + 4)
         assert host.versions == [(generation, step + 4), (generation, step + 3)]
-        assert host.keeper.at_risk == 0
+        assert host.schedule.at_risk == 0
     assert caplog.text == ""
 
 
@@ -100,7 +100,7 @@ def test_the_state_that_was_resumed_stays_while_another_replica_has_no_copy(host
     host.keep(4, 5, 6, failed=1.0)
     # Of these the other replica has none: the host has nothing complete but what it began with.
     assert host.versions == [(1, 6), (0, 3)]
-    assert host.keeper.at_risk is None
+    assert host.schedule.at_risk is None
     host.keep(7)
     assert host.versions == [(1, 7), (1, 6)]
 
@@ -111,8 +111,8 @@ def test_what_does_not_fit_is_tried_again_and_warned_of_once(host, caplog):
     host.room //= 4
     host.keep(*range(4, 40))
     assert caplog.text.count("no room for a memory copy of step 4 in") == 1
-    assert host.keeper.at_risk is None
-    assert host.keeper.votes()[1] == 1
+    assert host.schedule.at_risk is None
+    assert host.schedule.votes()[1] == 1
     # The last complete one is left alone, whatever fails.
     assert host.versions == [(0, 3)]
     host.room *= 4
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_tried_again_and_warned_of_once(host, caplog):
     assert caplog.text.count("no room") == 1
     assert "memory copies fit again, from step" in caplog.text
     assert host.versions == [(1, 79), (1, 78)]
-    assert host.keeper.at_risk == 0
+    assert host.schedule.at_risk == 0
 
 
 def test_room_for_one_buffer_alone_keeps_the_one_that_is_whole(host):
@@ -140,7 +140,7 @@ def test_attempts_become_rare_and_never_stop(host, monkeypatch):
         tried.append(version.step)
         raise OSError("no room")
 
-    monkeypatch.setattr(host.keeper, "_write", write)
+    monkeypatch.setattr(host.schedule, "_write", write)
     host.keep(*range(5000))
     steps = sorted(set(tried))
     assert steps[:5] == [0, 2, 6, 14, 30]
