@@ -17,15 +17,10 @@ from resilin.core.membership import Membership
 from resilin.engine import base
 from resilin.engine.base import Engine
 from resilin.engine.group import LAUNCHER_ENV, detect
+from resilin.engine.processes import process_gone, process_start
 from resilin.engine.single import Single
 from resilin.engine.stop import RESTART
-from resilin.engine.torchrun import (
-    RUN_ID,
-    SHUTDOWN_TIMEOUT,
-    Torchrun,
-    process_gone,
-    process_start,
-)
+from resilin.engine.torchrun import RUN_ID, SHUTDOWN_TIMEOUT, Torchrun
 
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
 

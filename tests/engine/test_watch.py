@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from resilin.engine.torchrun import RUN_ID, SHUTDOWN_TIMEOUT, Torchrun, process_start
+from resilin.engine.processes import process_start
+from resilin.engine.torchrun import RUN_ID, SHUTDOWN_TIMEOUT, Torchrun
 from resilin.engine.watch import Peer, Watch
 
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
@@ -148,7 +149,8 @@ def test_closing_from_within_does_not_wait_for_itself(engine):
 
 PROGRAM = """
 import ctypes, os, signal, sys, threading, time
-from resilin.engine.torchrun import Torchrun, process_start
+from resilin.engine.processes import process_start
+from resilin.engine.torchrun import Torchrun
 from resilin.engine.watch import Peer, Watch
 
 signal.alarm(60)  # Whatever happens, nothing stays.

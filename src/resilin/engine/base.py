@@ -8,7 +8,7 @@ and whether a change of membership means new processes or not, is behind it.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -22,6 +22,8 @@ from resilin.engine.stop import StopRequest
 
 CONTROL_TIMEOUT = timedelta(minutes=10)
 """How long replicas wait for each other outside the steps, as at the end of a checkpoint."""
+LastWords = Callable[[str, bool], None]
+"""What to do before the process ends from another thread; called with (reason, deadline_passed)."""
 _CHUNK = 64 * 2**20
 """Bytes that are sent to other replicas at a time."""
 
@@ -35,7 +37,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.generation = 0
-        """The period of fixed membership that this is. Training sets it when it restores state."""
+        """Number of the present generation; see `raise_generation`."""
         self.stop = StopRequest()
         """Whether this replica was asked to stop."""
         self.pulse = Pulse()
@@ -112,6 +114,13 @@ class Engine:
     def memory_name(self) -> str | None:
         """What the host's copies of this job's state are filed under; None if nobody comes back."""
         return None
+
+    def raise_generation(self, at_least: int) -> None:
+        """Gives the present generation a number that nothing which an earlier one left has.
+
+        Called when state is restored, with the same number on all replicas.
+        """
+        self.generation = max(self.generation, at_least)
 
     # A step --------------------------------------------------------------------------------
 
@@ -201,7 +210,20 @@ class Engine:
             for part in _parts(tensors[name]):
                 dist.broadcast(part, owners[name], group=group)
 
-    # The end -------------------------------------------------------------------------------
+    # Supervision and the end ---------------------------------------------------------------
+
+    def watch(self, last_words: LastWords) -> None:
+        """Ends this process where its main thread can do nothing useful any more. Collective.
+
+        Here nobody supervises the process, so there is nothing to watch.
+
+        Args:
+            last_words: Called by another thread before the process is ended, whatever its main
+                thread does at that moment.
+        """
+
+    def unwatch(self) -> None:
+        """Ends what `watch` began, if it did."""
 
     def leave(self, *, asked: bool) -> NoReturn:
         """Ends this process after all replicas have agreed to stop.

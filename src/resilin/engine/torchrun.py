@@ -7,16 +7,21 @@ and state comes from the host's memory, from another replica, or from a checkpoi
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import sys
 import time
+from functools import partial
 from typing import NoReturn
 
 from resilin.engine import environment, pulse
-from resilin.engine.base import Engine
-from resilin.engine.processes import process_gone as process_gone
-from resilin.engine.processes import process_start as process_start
+from resilin.engine.base import Engine, LastWords
+from resilin.engine.processes import process_gone, process_start
 from resilin.engine.stop import RESTART
+from resilin.engine.watch import Peer, Watch
+
+logger = logging.getLogger("resilin")
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 """Set by torchrun's agents; the `--rdzv-id` of the job."""
@@ -41,6 +46,7 @@ class Torchrun(Engine):
         self._agent = int(os.environ.get(environment.AGENT, self._parent))
         self._agent_start = process_start(self._agent)
         self.pulse = pulse.of_this_process()
+        self._watch: Watch | None = None
 
     @property
     def host(self) -> int:
@@ -92,6 +98,34 @@ class Torchrun(Engine):
         if os.getppid() != self._parent:
             return True
         return self._agent != self._parent and process_gone(self._agent, self._agent_start)
+
+    def watch(self, last_words: LastWords) -> None:
+        """Watches over the agent, and over the other workers of this host."""
+        if not self.restartable or self._watch is not None:
+            return
+        host, me = self.membership.host, Peer(os.getpid(), process_start(os.getpid()))
+        everyone = self.gather([host, *me])
+        peers = [Peer(pid, start) for where, pid, start in everyone if where == host]
+        peers.remove(me)
+        self._watch = Watch(self, peers, partial(self._abandon, last_words))
+
+    def unwatch(self) -> None:
+        """Ends the watch."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _abandon(self, last_words: LastWords, reason: str, deadline_passed: bool) -> None:
+        """Ends this process from another thread: its main thread is stuck, or unsupervised."""
+        try:
+            last_words(reason, deadline_passed)
+        except Exception:
+            logger.exception("the last words of replica %d failed", self.membership.replica)
+        finally:
+            # Whatever failed: nobody else ends a process whose main thread is stuck.
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(self.stop.exit_code if self.stop.asked else RESTART)
 
     def leave(self, *, asked: bool) -> NoReturn:
         """Ends this worker.

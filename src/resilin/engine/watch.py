@@ -1,8 +1,8 @@
-"""Watches over a replica from a thread, for what its main thread cannot see.
+"""Watches over a process from a thread, for what its main thread cannot see.
 
-A replica whose peer has died may wait for it in a collective for as long as the group's timeout. A
-worker whose agent has died trains on with nobody to supervise it. In both cases it must go: what it
-has completed is in memory, and a new generation will take it up.
+A process whose peer has died may wait for it in a collective for as long as the group's timeout. A
+worker whose agent has died trains on with nobody to supervise it. In both cases it must end: what
+it has completed is in memory, and a new generation resumes from there.
 """
 
 from __future__ import annotations
@@ -10,19 +10,34 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from resilin.engine.processes import process_gone
 from resilin.engine.stop import StopRequest
-from resilin.engine.torchrun import Torchrun, process_gone
 
 INTERVAL = 0.2
 """Seconds between two looks."""
 URGENT = 0.02
-"""The same once the replica was asked to stop."""
+"""The same once the process was asked to stop."""
+
+
+class Supervised(Protocol):
+    """What is asked of the engine of a process that an agent supervises."""
+
+    stop: StopRequest
+
+    @property
+    def grace(self) -> float:
+        """Seconds from a request to stop until the process must have ended by itself."""
+        ...
+
+    def orphaned(self) -> bool:
+        """Whether the agent is gone."""
+        ...
 
 
 class Peer(NamedTuple):
-    """Another replica on this host."""
+    """Another process of the job on this host."""
 
     pid: int
     """Its process."""
@@ -31,17 +46,16 @@ class Peer(NamedTuple):
 
 
 class Watch:
-    """A thread that calls `abandon` when this replica can do nothing useful any more.
+    """A thread that calls `abandon` when this process can do nothing useful any more.
 
     Args:
         engine: Whose agent is watched.
-        peers: The other replicas of this host.
-        abandon: Called with the reason, and whether the agent's patience is at its end; must end
-            the process.
+        peers: The other processes of the job on this host.
+        abandon: Called with (reason, deadline_passed); must terminate the process.
     """
 
     def __init__(
-        self, engine: Torchrun, peers: Sequence[Peer], abandon: Callable[[str, bool], None]
+        self, engine: Supervised, peers: Sequence[Peer], abandon: Callable[[str, bool], None]
     ) -> None:
         self._engine = engine
         self._peers = peers

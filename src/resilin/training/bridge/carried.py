@@ -63,5 +63,5 @@ class CarriedState:
         engine, version = job.engine, snapshot.version
         snapshot = of_replica(snapshot, engine.replica, engine.num_replicas)
         job.registry.restore(snapshot, first_replica=engine.replica == 0, without=self._without)
-        engine.generation = max(engine.generation, version.generation + 1)
+        engine.raise_generation(version.generation + 1)
         job.carried_from = f"step {version.step} (a checkpoint of the framework)"

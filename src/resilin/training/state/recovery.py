@@ -21,9 +21,6 @@ import torch.distributed as dist
 
 from resilin.core.events import CheckpointEvent, RiskEvent
 from resilin.engine import environment
-from resilin.engine.stop import RESTART
-from resilin.engine.torchrun import Torchrun, process_start
-from resilin.engine.watch import Peer, Watch
 from resilin.training.job import Job, Stamp
 from resilin.training.state.checkpoint import CheckpointError, Checkpoints
 from resilin.training.state.checkpoint.commit import Commit
@@ -74,7 +71,6 @@ class Recovery:
         self._boundary_time = time.monotonic()
         self._step_seconds = 0.0
         self._counted: tuple[float, ...] = ()
-        self._watch: Watch | None = None
         self._storage_group: dist.ProcessGroup | None = None
         self._listening = False
         self._finish_registered = False
@@ -103,7 +99,7 @@ class Recovery:
         self._begin_branch()
         snapshot, source, generation = newest_state(engine, self._memory, self._checkpoints)
         # What the job does from here on is newer than whatever it has left before.
-        engine.generation = max(engine.generation, generation)
+        engine.raise_generation(generation)
         if snapshot is not None and snapshot.version.step < self._job.clock.steps:
             # The checkpoint of another framework has brought the job further already.
             snapshot = None
@@ -170,12 +166,7 @@ class Recovery:
             return
         self._listening = True
         engine.stop.listen()
-        if not isinstance(engine, Torchrun) or not engine.restartable:
-            return
-        me = (engine.host, Peer(os.getpid(), process_start(os.getpid())))
-        everyone = engine.gather(me)
-        peers = [peer for host, peer in everyone if host == engine.host and peer != me[1]]
-        self._watch = Watch(engine, peers, self._abandon)
+        engine.watch(self._last_words)
 
     # Between steps -------------------------------------------------------------------------
 
@@ -356,7 +347,7 @@ class Recovery:
     def _stop(self) -> None:
         """All replicas are at the same step, and end there."""
         reason = self._engine.stop.reason or "another replica was asked to stop"
-        self._close_watch()
+        self._engine.unwatch()
         self._save_now()
         if self._engine.replica == 0:
             logger.info("stopped at step %d (%s)", self._version().step, reason)
@@ -364,23 +355,18 @@ class Recovery:
             self._job.recorder.close()
         self._engine.leave(asked=self._engine.stop.asked)
 
-    def _abandon(self, reason: str, late: bool) -> None:
-        """Ends this process from the watching thread: its main thread is stuck, or unsupervised."""
+    def _last_words(self, reason: str, deadline_passed: bool) -> None:
+        """Called by another thread before this process is ended: its main thread may be stuck."""
         # Whoever copies into memory right now completes it first.
         self._copies.lock.acquire(timeout=10)
         logger.warning("replica %d ends: %s", self._engine.replica, reason)
         try:
-            if late and self._engine.replica == 0:
+            if deadline_passed and self._engine.replica == 0:
                 self._save_memory()
         except Exception:
             logger.exception("the memory copy was not saved")
-        finally:
-            # Whatever failed: nobody else ends a process whose main thread is stuck.
-            if self._job.recorder is not None:
-                self._job.recorder.flush()
-            logging.shutdown()
-            sys.stdout.flush()
-            os._exit(self._engine.stop.exit_code if self._engine.stop.asked else RESTART)
+        if self._job.recorder is not None:
+            self._job.recorder.flush()
 
     def _save_memory(self) -> None:
         """Makes the newest memory copy a checkpoint, without any other replica."""
@@ -403,7 +389,7 @@ class Recovery:
         if not self.active or not self._listening:
             return
         self._save_now()
-        self._close_watch()
+        self._engine.unwatch()
         self._engine.stop.release()
         self._listening = False
         if self._memory is not None and not self._engine.exits:
@@ -419,15 +405,10 @@ class Recovery:
         if self._checkpoints is not None:
             # As the end of a process would.
             self._end_save()
-        self._close_watch()
+        self._engine.unwatch()
         self._engine.stop.close()
         if self._memory is not None:
             self._memory.close()
-
-    def _close_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
 
 
 def _forget(memory: MemoryCopies) -> None:
