@@ -78,7 +78,7 @@ class TrainerPart:
 
     def read_out(self) -> dict[str, float]:
         """What resilin knows of the last step, also if an earlier process has made it."""
-        if current_job().last_step is not None:
+        if current_job().timeline.last_step is not None:
             self._read_out = read_out()
         return self._read_out
 

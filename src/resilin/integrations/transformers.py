@@ -239,7 +239,7 @@ class ElasticTrainerMixin(_Base):  # type: ignore[misc]
 
     def _run_epoch(self, *, epoch: int, resume_from_checkpoint: Any = None, **kwargs: Any) -> None:
         assert self._part is not None
-        current_job().epoch = epoch
+        current_job().timeline.epoch = epoch
         kwargs["num_update_steps_per_epoch"] = sys.maxsize
         if self._goes_on_by_itself:
             resume_from_checkpoint = None
@@ -303,7 +303,7 @@ class ElasticTrainerMixin(_Base):  # type: ignore[misc]
         loader = self._training_loader()
         self._make_model(max_steps)
         self._reference_steps = float(max_steps)
-        job.total_epochs = math.ceil(max_steps / num_update_steps_per_epoch)
+        job.timeline.total_epochs = math.ceil(max_steps / num_update_steps_per_epoch)
         super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
@@ -382,17 +382,17 @@ class ElasticTrainerMixin(_Base):  # type: ignore[misc]
         """Reference steps that are done, by the clock of the rule."""
         job = current_job()
         assert job.model is not None
-        reference = job.reference or self._training_loader()._reference()
+        reference = job.timeline.reference or self._training_loader()._reference()
         return job.clock.read(job.model.rule.clock, reference)
 
     def _count_step(self) -> None:
         """Says how far the run has come, in its own words, behind each step."""
         job, state = current_job(), self.state
         assert job.model is not None
-        assert job.reference is not None
-        assert job.reference.steps_per_epoch is not None
+        assert job.timeline.reference is not None
+        assert job.timeline.reference.steps_per_epoch is not None
         done = self._steps_done()
-        state.epoch = round(done / job.reference.steps_per_epoch, 9)
+        state.epoch = round(done / job.timeline.reference.steps_per_epoch, 9)
         # As many optimizer steps as will be made at the pace of this one.
         by_progress = job.model.rule.clock == "progress"
         pace = job.model.gain if by_progress else job.model.scale

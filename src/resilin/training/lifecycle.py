@@ -58,7 +58,7 @@ def start(job: Job) -> Recovery:
         environment.log_to_stderr()
         if job.engine.restartable:
             lost.tell_briefly(job.engine.replica)
-        job.random = RandomStates(job)
+        job.random = RandomStates(job.timeline, job.engine)
         job.registry.add_own(NAME, job.random)
         job.recovery = Recovery(job, job.state_settings or from_environment())
         job.recovery.start()

@@ -21,12 +21,12 @@ from resilin.core.clock import Reference, step_scale
 from resilin.core.plan import BatchPlan
 from resilin.core.stream import TAILS, Ownership, SampleStream, Tail
 from resilin.engine import overrides
-from resilin.training.data import iteration
 from resilin.training.data.cursor import Cursor, former_name, refuse_other_data
 from resilin.training.data.fetching import Fetcher
 from resilin.training.data.iteration import Iteration
-from resilin.training.job import Job, MicroBatch, current_job
+from resilin.training.job import Job, current_job
 from resilin.training.lifecycle import begin_step, end_epoch, leave_out_pass, start
+from resilin.training.records import MicroBatch
 from resilin.training.sized import SizedLoader
 from resilin.training.sizing.batch_size import BatchSizes
 from resilin.training.sizing.memory_limit import Room
@@ -135,7 +135,7 @@ class AdaptiveDataLoader(SizedLoader):
         self._cursor = Cursor(self._name, self._stream)
         self._joined: tuple[int, int, int] | None = None
         self._owners = Ownership(0, self._engine.num_replicas)
-        self._moving: Iteration | None = None
+        self._latest: Iteration | None = None
         self._fetcher = Fetcher(dataset, self._stream, self._cut, dataloader_kwargs)
 
     def example(self) -> Any:
@@ -200,11 +200,11 @@ class AdaptiveDataLoader(SizedLoader):
         current = self._begin_iteration(job, training=training)
         outer, self._iteration = self._iteration, current
         if current.moves:
-            self._moving = current
+            self._latest = current
         try:
             yield from self._epoch(job, current)
         finally:
-            iteration.end(job, current)
+            job.iterations.end(current)
             if self._iteration is current:
                 self._iteration = None if outer is None or outer.closed else outer
 
@@ -212,11 +212,11 @@ class AdaptiveDataLoader(SizedLoader):
         """Begins a pass that trains; whether there is anything to do in it."""
         start(job)
         self.take_part()
-        job.epoch_is_new = False
-        for other in [each for each in job.training_passes if each.loader is self]:
+        job.timeline.epoch_is_new = False
+        for other in [each for each in job.iterations.training if each.loader is self]:
             # It was left without being closed: by an exception that somebody keeps, for example.
-            iteration.end(job, other)
-        self._cursor.passes = self._cursor.passes.begin(job.epoch, iteration.positions(job))
+            job.iterations.end(other)
+        self._cursor.passes = self._cursor.passes.begin(job.epoch, job.iterations.positions())
         if self._cursor.passes.left_out:
             leave_out_pass(job)
         return not self._cursor.passes.left_out
@@ -238,6 +238,8 @@ class AdaptiveDataLoader(SizedLoader):
         current = Iteration(
             loader=self,
             name=self._name,
+            cursor=self._cursor,
+            measured_forward=self.measured_forward,
             training=training,
             moves=not evaluates,
             began=job.clock,
@@ -248,7 +250,7 @@ class AdaptiveDataLoader(SizedLoader):
         if training:
             until = None if self._by_progress() else current.data_end
             self._cursor.passes = replace(self._cursor.passes, until=until)
-        iteration.begin(job, current)
+        job.iterations.begin(current)
         return current
 
     def _epoch(self, job: Job, current: Iteration) -> Iterator[Any]:
@@ -266,23 +268,16 @@ class AdaptiveDataLoader(SizedLoader):
                     "over the same loader had begun: only one at a time can train"
                 )
             if current.training:
-                for other in iteration.used_up(job, current):
-                    other.loader.commit()
-            self._advance(current, span.stop)
+                job.iterations.commit_zipped(current)
+            current.advance(span.stop)
         if current.moves and self._goal(current) is None:
             # After a tail that was dropped.
-            self._advance(current, max(current.position, current.data_end))
+            current.advance(max(current.position, current.data_end))
         self._sizes.pause()
         if current.training:
             passes = self._cursor.passes
-            self._cursor.passes = passes.end(current.enclosing, iteration.positions(job))
+            self._cursor.passes = passes.end(current.enclosing, job.iterations.positions())
             end_epoch(job, current)
-
-    def _advance(self, current: Iteration, position: int) -> None:
-        """Moves an iteration to the next step; also where its step was left out by the loop."""
-        current.position = position
-        if current.moves:
-            self._cursor.position = position
 
     def take_part(self) -> None:
         """Makes this the loader that trains: its state belongs to that of the job from now on.
@@ -371,7 +366,7 @@ class AdaptiveDataLoader(SizedLoader):
     def _step(self, job: Job, current: Iteration, span: range, batch_size: int) -> Iterator[Any]:
         training, self._iteration = current.training, current
         if training:
-            job.reference = self._reference()
+            job.timeline.reference = self._reference()
         plan = current.plan = self._sizes.plan(len(span), batch_size)
         self._sizes.begin_step(plan, whole=training and len(span) == batch_size)
         limit = self._split_plan(plan, batch_size).batch_size
@@ -407,19 +402,24 @@ class AdaptiveDataLoader(SizedLoader):
             weight = float(self._batch_weight(batch)) if count else 0.0
         self._current_samples = count
         micro_batch = MicroBatch(
+            number=job.iterations.next_number(),
             weight=weight,
             total_weight=total if self._batch_weight is None else None,
             count=count,
             training=current.moves,
             **facts,
         )
-        iteration.hand_out(job, current, micro_batch)
+        job.iterations.hand_out(current, micro_batch)
         return batch
 
     def commit(self) -> None:
-        """Moves the cursor to the end of the current step; called when that is committed."""
-        if self._moving is not None:
-            self._advance(self._moving, self._moving.span.stop)
+        """Moves the cursor past the step that was handed out last.
+
+        Committing a step does that by itself. A loop without an `AdaptiveDataParallel` calls it
+        before it takes the state.
+        """
+        if self._latest is not None:
+            self._latest.advance(self._latest.span.stop)
 
     # Membership and state ------------------------------------------------------------------
 

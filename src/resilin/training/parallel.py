@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -41,7 +41,8 @@ from resilin.training.gradient.noise import NoiseEstimates
 from resilin.training.gradient.norms import GroupNorms, MeasureSchedule
 from resilin.training.gradient.records import Part, StepStart
 from resilin.training.gradient.step import StepGradient
-from resilin.training.job import StepSizes, current_job
+from resilin.training.job import current_job
+from resilin.training.records import StepSizes
 from resilin.training.sizing.reference import ReferenceBatch
 from resilin.training.state.divergence import CrossCheck, DivergenceCheck
 from resilin.training.state.freezing import Frozen
@@ -270,8 +271,12 @@ class AdaptiveDataParallel(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
         self._flow.begin(args, kwargs)
-        with self._job.measured_forward():
+        with self._measured_forward():
             return self._gradient.forward(*args, **kwargs)
+
+    def _measured_forward(self) -> AbstractContextManager[None]:
+        current = self._job.iterations.current
+        return nullcontext() if current is None else current.measured_forward()
 
     @contextmanager
     def weight(self, weight: float) -> Iterator[None]:
@@ -388,21 +393,20 @@ class AdaptiveDataParallel(nn.Module):
     def _commit(self, samples: int, weight: float) -> None:
         job, micro, scheduler = self._job, self._job.micro_batch, self._scheduler
         before = 0.0 if scheduler is None else self._reference.read(scheduler.clock)
-        job.clock = job.clock.advance(
+        job.timeline.clock = job.clock.advance(
             samples=samples,
             scale=self._scale,
             gain=self._gain,
             tokens=weight,
             sample_steps=None if micro is None else micro.sample_steps * (samples / micro.samples),
         )
-        job.last_step = StepSizes(
-            samples, 1 if job.loader is None else job.loader.accumulation_steps
-        )
+        current = job.iterations.current
+        plan = None if current is None else current.plan
+        job.timeline.last_step = StepSizes(samples, 1 if plan is None else plan.steps)
         if job.recorder is not None:
             job.recorder.committed(self, samples)
         self.end_step()
-        if job.loader is not None:
-            job.loader.commit()
+        job.iterations.commit()
         if scheduler is not None:
             after = self._reference.read(scheduler.clock)
             scheduler.advance(before, after, self._reference.schedule_end(before))

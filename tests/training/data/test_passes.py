@@ -334,7 +334,7 @@ def test_after_zipped_loaders_a_stock_loader_counts_by_itself():
     for (x,), (y,) in zip(a, b, strict=False):
         life.train((x,), (y,))
     job = resilin.current_job()
-    assert job.loader is job.micro_batch is job.iteration is None
+    assert job.loader is job.micro_batch is job.iterations.current is None
     before = life.model.clock.samples
     for (x,) in DataLoader(rows(12), batch_size=4):
         life.train((x,))
@@ -365,7 +365,7 @@ def test_an_exception_that_is_kept_does_not_hold_the_loader_up():
             kept_errors.append(error)
     samples = [i for _, (batch,) in life.record.values() for i in batch]
     assert sorted(samples) == list(range(ROWS))
-    assert not resilin.current_job().training_passes
+    assert not resilin.current_job().iterations.training
 
 
 def test_two_iterations_over_one_loader_cannot_both_train():

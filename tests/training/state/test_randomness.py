@@ -8,7 +8,9 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 import resilin
+from resilin.core.clock import Clock
 from resilin.training.state.randomness import RandomStates, preserved
+from resilin.training.timeline import Timeline
 from tests.replicas import gathered, replica
 
 ROWS, BATCH = 24, 6
@@ -120,39 +122,36 @@ def test_each_replica_gets_its_own_generators_back(shared_path):
     assert len(set(gathered([str(whole[1])]))) == 2
 
 
-class Where:
-    """Where a job is."""
-
-    epoch, replicas_before, seeded_at = 0, 2, None
-
-    def __init__(self, replicas=2, replica=0, steps=7):
-        self.clock = type("Clock", (), {"steps": steps})
-        self.engine = type("Engine", (), {"num_replicas": replicas, "replica": replica})
+def where(replicas=2, replica=0, steps=7):
+    """The timeline of a job that was resumed, and its engine."""
+    clock = Clock(steps=steps)
+    engine = type("Engine", (), {"num_replicas": replicas, "replica": replica})
+    return Timeline(clock=clock, replicas_before=2), engine
 
 
 def test_generators_that_have_not_moved_are_no_state():
-    states = RandomStates(Where())
+    states = RandomStates(*where())
     assert states.state_dict() == {}
     with preserved():
         draw()
     assert states.state_dict() == {}
     np.random.randn()
     assert set(states.state_dict()["generators"]) == {"numpy"}
-    again = RandomStates(Where())
+    again = RandomStates(*where())
     again.load_state_dict(states.state_dict())
     # What was restored stays a part of the state, moved or not.
     assert set(again.state_dict()["generators"]) == {"numpy"}
 
 
 def test_at_another_number_of_replicas_they_are_seeded_by_step_and_replica():
-    def drawn(**where):
+    def drawn(**facts):
         torch.manual_seed(5)
-        job = Where(**where)
-        states = RandomStates(job)
+        timeline, engine = where(**facts)
+        states = RandomStates(timeline, engine)
         states.load_state_dict(None)
         torch.manual_seed(9)  # the script seeds again before its first step
         states.begin_step()
-        assert job.seeded_at == job.clock.steps
+        assert timeline.seeded_at == timeline.clock.steps
         return draw()
 
     first = drawn(replicas=3, replica=1)

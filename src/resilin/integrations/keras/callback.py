@@ -43,6 +43,6 @@ class ReadOut(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _add(self, logs: dict[str, Any] | None) -> None:
         if logs is not None:
-            now = {} if current_job().last_step is None else read_out(self._prefix)
+            now = {} if current_job().timeline.last_step is None else read_out(self._prefix)
             self._known.update({name: now[name] for name in self._names if name in now})
             logs.update(self._known)

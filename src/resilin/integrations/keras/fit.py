@@ -103,7 +103,7 @@ def run(
         The History.
     """
     job, history = progress.job, model.history
-    job.total_epochs = call.first + len(call.epochs)
+    job.timeline.total_epochs = call.first + len(call.epochs)
     left = call.left(job.epoch)
     model.stop_training = False
     with progress.beginning(call.number, history):
@@ -136,7 +136,7 @@ def run(
             break
     # What is kept here is the state before the end of the call: a script that is started again
     # brings it to its end again, and one with more epochs trains on.
-    begin_epoch(job.total_epochs)
+    begin_epoch(job.timeline.total_epochs)
     end_training(job)
     if len(call.epochs):
         model.optimizer.finalize_variable_values(model.trainable_variables)

@@ -61,7 +61,7 @@ class Elastic(Callback):
         if isinstance(trainer.val_check_interval, float):
             trainer.val_check_batch = math.inf
         strategy.fit.train_start()
-        job.total_epochs = None if trainer.max_epochs == -1 else trainer.max_epochs
+        job.timeline.total_epochs = None if trainer.max_epochs == -1 else trainer.max_epochs
         if start(job).active:
             # The Trainer's handlers communicate in the middle of whatever a replica is doing.
             trainer._signal_connector.teardown()

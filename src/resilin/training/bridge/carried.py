@@ -64,4 +64,4 @@ class CarriedState:
         snapshot = of_replica(snapshot, engine.replica, engine.num_replicas)
         job.registry.restore(snapshot, first_replica=engine.replica == 0, without=self._without)
         engine.raise_generation(version.generation + 1)
-        job.carried_from = f"step {version.step} (a checkpoint of the framework)"
+        job.timeline.carried_from = f"step {version.step} (a checkpoint of the framework)"

@@ -1,30 +1,36 @@
 """Iterations over loaders: whose batch the loop works on.
 
 A script may nest loaders, zip them, leave one by `break`, or keep a generator that it never closes.
-So each iteration over a loader is a record of its own. The job's slots (`job.loader` and
-`job.micro_batch`) belong to the iteration that handed out the latest batch, and only that one gives
-them back.
+So each iteration over a loader is a record of its own. The current one is the iteration that handed
+out the latest micro-batch, and only that one gives its place back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 from resilin.core.clock import Clock
 from resilin.core.plan import BatchPlan
 from resilin.core.stream import Ownership
-from resilin.training.job import CommittingLoader, Job, MicroBatch
+from resilin.training.data.cursor import Cursor, Cursors
+from resilin.training.records import MicroBatch
+from resilin.training.timeline import Timeline
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Iteration:
     """One iteration over a loader, from its first batch to its end."""
 
-    loader: CommittingLoader
-    """The loader that is iterated."""
+    loader: object
+    """The loader that is iterated; only its identity is used."""
     name: str
     """Its name in the state of the job."""
+    cursor: Cursor
+    """The cursor of that loader."""
+    measured_forward: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Surrounds the forward pass of the current micro-batch, to measure its memory."""
     training: bool
     """Whether it trains; decided once, when the iteration begins."""
     moves: bool
@@ -44,7 +50,7 @@ class Iteration:
     span: range = range(0)
     """The positions of the current step."""
     plan: BatchPlan | None = None
-    """How that step is split."""
+    """The split of that step."""
     handed_out_at: int | None = None
     """Steps committed when the last micro-batch of the current step was handed out."""
     closed: bool = False
@@ -52,57 +58,94 @@ class Iteration:
     enclosing: dict[str, int] = field(default_factory=dict)
     """Positions of the training iterations that were open when this one began, by loader."""
 
-
-def begin(job: Job, iteration: Iteration) -> None:
-    """Opens an iteration."""
-    outer: Any = job.iteration
-    while outer is not None and outer.closed:
-        outer = outer.outer
-    iteration.outer = outer
-    if iteration.training:
-        iteration.enclosing = positions(job)
-        job.training_passes.append(iteration)
+    def advance(self, position: int) -> None:
+        """Moves to the next step, and the cursor of the loader with it unless this evaluates."""
+        self.position = position
+        if self.moves:
+            self.cursor.position = position
 
 
-def positions(job: Job) -> dict[str, int]:
-    """Where the open training iterations stand, by the names of their loaders."""
-    return {each.name: each.span.start for each in job.training_passes}
+class Iterations:
+    """The open iterations of one job.
 
-
-def hand_out(job: Job, iteration: Iteration, micro_batch: MicroBatch) -> None:
-    """Makes this the micro-batch that the loop works on."""
-    iteration.micro_batch = micro_batch
-    iteration.handed_out_at = job.clock.steps if micro_batch.last else None
-    job.iteration, job.loader, job.micro_batch = iteration, iteration.loader, micro_batch
-
-
-def used_up(job: Job, iteration: Iteration) -> list[Iteration]:
-    """Later training iterations whose current step was committed, although they were not asked on.
-
-    `zip(a, b, c)` asks `a` first. What `b` and `c` have handed out went into the same step, so
-    their cursors move before the state is taken, too. In nested loops the inner iterations are
-    closed by the time the outer one is asked.
+    Args:
+        timeline: The clock and the epochs of the job.
     """
-    after = job.training_passes[job.training_passes.index(iteration) + 1 :]
-    return [
-        each
-        for each in after
-        if each.handed_out_at is not None and job.clock.steps > each.handed_out_at
-    ]
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._handed_out = 0
+        self.cursors = Cursors()
+        """Positions of the loaders that train."""
+        self.current: Iteration | None = None
+        """The iteration that handed out the latest micro-batch."""
+        self.training: list[Iteration] = []
+        """The open iterations that train, in the order in which they began."""
+
+    @property
+    def micro_batch(self) -> MicroBatch | None:
+        """The micro-batch that the loop body works on; None outside a resilin loader."""
+        return None if self.current is None else self.current.micro_batch
+
+    def begin(self, iteration: Iteration) -> None:
+        """Opens an iteration."""
+        iteration.outer = _open(self.current)
+        if iteration.training:
+            iteration.enclosing = self.positions()
+            self.training.append(iteration)
+
+    def positions(self) -> dict[str, int]:
+        """Positions of the open training iterations, by the names of their loaders."""
+        return {each.name: each.span.start for each in self.training}
+
+    def next_number(self) -> int:
+        """A number that no other micro-batch of the job has."""
+        self._handed_out += 1
+        return self._handed_out
+
+    def hand_out(self, iteration: Iteration, micro_batch: MicroBatch) -> None:
+        """Makes this the micro-batch that the loop works on."""
+        iteration.micro_batch = micro_batch
+        iteration.handed_out_at = self._timeline.clock.steps if micro_batch.last else None
+        self.current = iteration
+
+    def commit(self) -> None:
+        """Moves the cursor past the current step.
+
+        Of nested or zipped loops, that of the innermost one that trains: the others move when they
+        are asked for their next step.
+        """
+        iteration = self.current
+        while iteration is not None and not iteration.moves:
+            iteration = iteration.outer
+        if iteration is not None:
+            iteration.advance(iteration.span.stop)
+
+    def commit_zipped(self, iteration: Iteration) -> None:
+        """Moves the cursors of later training iterations whose current step was committed.
+
+        `zip(a, b, c)` asks `a` first. What `b` and `c` have handed out went into the same step, so
+        their cursors move before the state is taken, too. In nested loops the inner iterations are
+        closed by the time the outer one is asked.
+        """
+        for each in self.training[self.training.index(iteration) + 1 :]:
+            at = each.handed_out_at
+            if at is not None and self._timeline.clock.steps > at:
+                each.advance(each.span.stop)
+
+    def end(self, iteration: Iteration) -> None:
+        """Closes an iteration; the enclosing one is current again if this one was."""
+        if iteration.closed:
+            return
+        iteration.closed = True
+        if iteration in self.training:
+            self.training.remove(iteration)
+        if self.current is iteration:
+            self.current = _open(iteration.outer)
 
 
-def end(job: Job, iteration: Iteration) -> None:
-    """Closes an iteration; the slots go back to the enclosing one if they are still its own."""
-    if iteration.closed:
-        return
-    iteration.closed = True
-    if iteration in job.training_passes:
-        job.training_passes.remove(iteration)
-    if job.iteration is not iteration:
-        return
-    outer = iteration.outer
-    while outer is not None and outer.closed:
-        outer = outer.outer
-    job.iteration = outer
-    job.loader = None if outer is None else outer.loader
-    job.micro_batch = None if outer is None else outer.micro_batch
+def _open(iteration: Iteration | None) -> Iteration | None:
+    """This iteration, or the nearest one around it that is not closed."""
+    while iteration is not None and iteration.closed:
+        iteration = iteration.outer
+    return iteration

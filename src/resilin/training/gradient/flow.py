@@ -11,8 +11,9 @@ from resilin.training.gradient import refusals
 from resilin.training.gradient.records import Part, StepStart
 from resilin.training.gradient.step import StepGradient
 from resilin.training.gradient.tensors import tensors_in
-from resilin.training.job import Job, MicroBatch
+from resilin.training.job import Job
 from resilin.training.lifecycle import begin_step
+from resilin.training.records import MicroBatch
 
 
 class StepFlow:
@@ -40,8 +41,8 @@ class StepFlow:
         self._start = start
         self._left = left
         self._knows_scaler = knows_scaler
-        self._seen: MicroBatch | None = None
-        self._over: MicroBatch | None = None
+        self._seen: int | None = None
+        self._over: int | None = None
         self.weight: float | None = None
         """Weight of the micro-batch at hand, if the user says it."""
 
@@ -67,7 +68,7 @@ class StepFlow:
     def _enter(self, micro: MicroBatch) -> None:
         """Begins the micro-batch that the loader has handed out, if it is a new one."""
         gradient = self._gradient
-        if micro is self._seen and gradient.part is not None:
+        if micro.number == self._seen and gradient.part is not None:
             return
         told = self.weight
         if told is not None and micro.total_weight is None:
@@ -81,7 +82,7 @@ class StepFlow:
         # Where the loop has left out the first micro-batch, the step begins with another one.
         first = gradient.part is None or micro.index == 0
         gradient.begin(part, self._start(part) if first else None)
-        self._seen = micro
+        self._seen = micro.number
 
     def _size_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         if self.weight is not None:
@@ -116,7 +117,7 @@ class StepFlow:
         gradient, micro = self._gradient, self._job.micro_batch
         if gradient.result is not None and gradient.result.skipped:
             return True
-        left_out = micro is not None and micro.training and micro is not self._seen
+        left_out = micro is not None and micro.training and micro.number != self._seen
         if left_out and micro is not None and gradient.part is not None:
             # Left out before its forward pass.
             self._enter(micro)
@@ -150,7 +151,8 @@ class StepFlow:
 
     def ended(self) -> None:
         """The step is over: made, skipped or left."""
-        self._over = self._job.micro_batch
+        micro = self._job.micro_batch
+        self._over = None if micro is None else micro.number
 
     def close(self, asked_by: object) -> None:
         """Called when an iteration over a loader asks for the next step: the last one is over.
@@ -178,14 +180,14 @@ class StepFlow:
             if gradient.pending:
                 warnings.warn(refusals.LEFT, stacklevel=2)
             self.drop()
-            self._over = micro
+            self._over = None if micro is None else micro.number
             return
         warnings.warn(
             f"replica {job.engine.replica} of {replicas} left the last micro-batch of a step "
             "without a backward pass: no replica makes this step, and its samples do not count",
             stacklevel=2,
         )
-        if micro is not self._seen:
+        if micro.number != self._seen:
             self._enter(micro)
         gradient.leave()
         self._left()
@@ -195,4 +197,4 @@ class StepFlow:
         iteration = self._job.iteration
         at = None if iteration is None else iteration.handed_out_at
         made = at is not None and self._job.clock.steps > at
-        return micro.training and micro.last and micro is not self._over and not made
+        return micro.training and micro.last and micro.number != self._over and not made

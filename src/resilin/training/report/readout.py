@@ -33,8 +33,8 @@ def read_out(prefix: str = PREFIX) -> dict[str, float]:
         "gain": model.gain,
         "lr_factor": model.factors[0].lr,
     }
-    if job.last_step is not None:
-        values["batch_size"], values["accumulation_steps"] = job.last_step
+    if job.timeline.last_step is not None:
+        values["batch_size"], values["accumulation_steps"] = job.timeline.last_step
     noise = model.sample_noise
     # An estimate of a squared norm may be 0 or less: then there is no signal to compare with.
     if noise is not None and noise.sqr_norm > 0:

@@ -27,7 +27,9 @@ from resilin.core.rules import rule_name
 from resilin.engine import environment, overrides
 from resilin.telemetry.log import EventLog
 from resilin.telemetry.read import last_event
-from resilin.training.job import Job, Number, Stamp, TrainedModel
+from resilin.training.events import Stamp
+from resilin.training.job import Job, TrainedModel
+from resilin.training.records import Number
 
 SHARE = 0.005
 """Part of the time that telling of steps may take."""
@@ -75,7 +77,7 @@ class Recorder:
         if directory is not None:
             if self._first and resumed and (last := last_event(directory)) is not None:
                 self._before = last.time
-            job.log = self._write
+            job.events.log = self._write
             atexit.register(self.close)
 
     def _write(self, event: events.Event) -> None:
@@ -156,7 +158,8 @@ class Recorder:
         replicas = job.engine.num_replicas
         noise = model.sample_noise
         metrics = {name: _mean(pairs) for name, pairs in recorded.items()}
-        loader = job.loader
+        current = job.iterations.current
+        plan = None if current is None else current.plan
         return events.StepEvent(
             time=when,
             step=job.clock.steps,
@@ -164,8 +167,8 @@ class Recorder:
             epoch=job.epoch,
             replicas=replicas,
             batch_size=samples,
-            local_bsz=-(-samples // replicas) if loader is None else loader.current_local_bsz,
-            accumulation_steps=1 if loader is None else loader.accumulation_steps,
+            local_bsz=-(-samples // replicas) if plan is None else plan.batch_size,
+            accumulation_steps=1 if plan is None else plan.steps,
             samples=job.clock.samples,
             progress=job.clock.progress,
             scale=model.scale,
@@ -187,9 +190,9 @@ class Recorder:
         engine, reference = job.engine, job.reference
         # Told late: the first step has been made since.
         common: Stamp = {**job.stamp(), "time": when, "step": job.clock.steps - 1}
-        resumed = self._resumed or job.carried_from
+        resumed = self._resumed or job.timeline.carried_from
         if resumed:
-            before = job.replicas_before or engine.num_replicas
+            before = job.timeline.replicas_before or engine.num_replicas
             job.emit(
                 events.RescaleEvent(
                     **common,
@@ -215,7 +218,7 @@ class Recorder:
                 resumed=bool(resumed),
                 # Without its arguments: logs are read and sent around, and these may be secrets.
                 script=sys.argv[0],
-                replays=job.replays,
+                replays=job.events.replays,
                 software=f"resilin {__version__}, torch {torch.__version__}, "
                 f"Python {platform.python_version()}",
             )
@@ -243,7 +246,7 @@ class Recorder:
         """Tells of the last step, and writes out what is in the buffer of the log."""
         atexit.unregister(self.close)
         self.step_over()
-        self._job.log = None
+        self._job.events.log = None
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -264,8 +267,8 @@ def log_directory(job: Job) -> Path | None:
     """
     if environment.RUN_DIR in os.environ:
         return overrides.run_dir()
-    if job.events_dir is not None:
-        return job.events_dir
+    if job.events.directory is not None:
+        return job.events.directory
     kept = job.state_settings.checkpoint_dir if job.state_settings is not None else None
     kept = kept or os.environ.get(environment.CHECKPOINT_DIR)
     if not kept or "://" in kept.removeprefix("file://"):

@@ -82,7 +82,7 @@ class Accumulator(MutableMapping[Any, Any]):
         self._total: dict[Any, float] | None = None
         job = current_job()
         # One that is made in the middle of an epoch is made again there, and starts from nothing.
-        if job.recovery is None or job.epoch_is_new:
+        if job.recovery is None or job.timeline.epoch_is_new:
             when = "start" if job.recovery is None else f"epoch {job.epoch}"
             job.registry.add_summed(when, self, first_replica=job.engine.replica == 0)
 

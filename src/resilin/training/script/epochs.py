@@ -21,18 +21,18 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
         num_epochs: How many epochs the whole job has.
     """
     job = current_job()
-    job.total_epochs = _validate.whole("num_epochs", num_epochs, at_least=0)
+    job.timeline.total_epochs = _validate.whole("num_epochs", num_epochs, at_least=0)
     recovery = start(job)
     try:
         while job.epoch < num_epochs:
-            job.epoch_is_new = True
-            job.cursors.begin_epoch()
+            job.timeline.epoch_is_new = True
+            job.iterations.cursors.begin_epoch()
             yield job.epoch
-            job.epoch += 1
+            job.timeline.epoch += 1
             job.engine.pulse.beat(Phase.BETWEEN, job.clock.steps)
             recovery.between_epochs()
     finally:
-        job.cursors.end_epochs()
+        job.iterations.cursors.end_epochs()
     recovery.finish()
     job.engine.pulse.beat(Phase.DONE, job.clock.steps)
 
@@ -48,6 +48,6 @@ def begin_epoch(epoch: int) -> None:
     job = current_job()
     recovery = start(job)
     if epoch != job.epoch:
-        job.epoch = epoch
+        job.timeline.epoch = epoch
         recovery.between_epochs()
-    job.epoch_is_new = True
+    job.timeline.epoch_is_new = True

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from resilin.training.job import Listener, Number, current_job
+from resilin.training.events import Listener
+from resilin.training.job import current_job
+from resilin.training.records import Number
 from resilin.training.report.recorder import Recorder
 
 
@@ -32,7 +34,7 @@ def events_to(directory: str | os.PathLike[str]) -> None:
             "events_to() came after the job had started: call it before remaining_epochs_until() "
             "and before the first step"
         )
-    job.events_dir = Path(directory)
+    job.events.directory = Path(directory)
 
 
 def listen(listener: Listener) -> None:
@@ -49,7 +51,7 @@ def listen(listener: Listener) -> None:
     """
     if not callable(listener):
         raise ValueError(f"listener ({listener!r}) must be a function of an event")
-    current_job().listeners.append(listener)
+    current_job().events.listeners.append(listener)
 
 
 def record(values: Mapping[str, Number] | None = None, /, **named: Number) -> None:

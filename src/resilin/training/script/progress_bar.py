@@ -71,16 +71,18 @@ class _Pass:
         clock = job.clock
         steps = clock.progress if job.model.rule.clock == "progress" else clock.sample_steps
         # The loader tells the job of its reference run with the first step.
-        known = None if job.reference is None else job.reference.steps_per_epoch
+        known = None if job.timeline.reference is None else job.timeline.reference.steps_per_epoch
         per_epoch = known or len(loader)
-        if job.total_epochs is None:
+        if job.timeline.total_epochs is None:
             if self._base is None:
                 self._base = math.floor(steps / per_epoch + 1e-6) * per_epoch
             steps -= self._base
-        display.total_steps = per_epoch * (job.total_epochs or 1)
+        display.total_steps = per_epoch * (job.timeline.total_epochs or 1)
         display.update(
             progress=steps,
-            epoch="" if job.total_epochs is None else f"{job.epoch + 1}/{job.total_epochs}",
+            epoch=""
+            if job.timeline.total_epochs is None
+            else f"{job.epoch + 1}/{job.timeline.total_epochs}",
             batch_size=loader.current_batch_size,
             replicas=replicas,
             gain=job.model.gain if clock.steps else None,

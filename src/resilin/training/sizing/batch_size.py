@@ -141,8 +141,8 @@ class BatchSizes:
             made_within: Whether the loader was made within an epoch.
         """
         if self._replayed is None and (trace := overrides.batch_trace()) is not None:
-            job.replays = overrides.trace_source()
-            logger.info("the batch size follows %s, not the script", job.replays)
+            job.events.replays = overrides.trace_source()
+            logger.info("the batch size follows %s, not the script", job.events.replays)
             self._replayed = trace
             self._forget_autoscaler()
         self._take_over(cursor, made_within=made_within)

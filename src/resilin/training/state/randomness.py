@@ -13,16 +13,16 @@ import random
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from resilin.core.clock import Clock
 from resilin.core.stream import SampleStream
 from resilin.engine import devices
 from resilin.engine.base import Engine
+from resilin.training.timeline import Timeline
 
 NAME = "random"
 """What the generators are called in the state of the job."""
@@ -138,29 +138,17 @@ def preserved() -> Iterator[None]:
         _put(before)
 
 
-class Whereabouts(Protocol):
-    """Where the job is."""
-
-    epoch: int
-    clock: Clock
-    replicas_before: int | None
-    seeded_at: int | None
-
-    @property
-    def engine(self) -> Engine:
-        """Who is in the job."""
-        ...
-
-
 class RandomStates:
     """The generators of this replica, for the registry.
 
     Args:
-        job: Where the job is.
+        timeline: The clock and the epochs of the job.
+        engine: Who is in the job.
     """
 
-    def __init__(self, job: Whereabouts) -> None:
-        self._job = job
+    def __init__(self, timeline: Timeline, engine: Engine) -> None:
+        self._timeline = timeline
+        self._engine = engine
         self._seed = torch.initial_seed() % 2**64
         self._first = _states()
         self._moved: set[str] = set()
@@ -177,11 +165,11 @@ class RandomStates:
         """
         self.leave_out_pass()
         self._pending = None
-        self._epoch = self._job.epoch
+        self._epoch = self._timeline.epoch
 
     def leave_out_pass(self) -> None:
         """A pass is left out that was complete before a restart: its end is such a moment, too."""
-        if self._pending is not None and self._pending[0] == self._job.epoch:
+        if self._pending is not None and self._pending[0] == self._timeline.epoch:
             self._pending[1]()
 
     # State ---------------------------------------------------------------------------------
@@ -196,22 +184,22 @@ class RandomStates:
         if not self._moved:
             return {}
         moved = {name: state for name, state in now.items() if name in self._moved}
-        return {"generators": moved, "in_epoch": self._epoch == self._job.epoch}
+        return {"generators": moved, "in_epoch": self._epoch == self._timeline.epoch}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Takes over the states; None seeds all generators by (seed, step, replica)."""
-        job = self._job
-        if state is None and job.replicas_before != job.engine.num_replicas:
-            job.seeded_at = job.clock.steps
+        now, engine = self._timeline, self._engine
+        if state is None and now.replicas_before != engine.num_replicas:
+            now.seeded_at = now.clock.steps
         if state:
             states = {name: each.clone() for name, each in state["generators"].items()}
             self._moved |= set(states)
-            self._resume(lambda: _put(states), job.epoch if state["in_epoch"] else None)
-        elif state is None or job.seeded_at is not None:
-            step = job.clock.steps if job.seeded_at is None else job.seeded_at
-            place = step * 2**20 + job.engine.replica
+            self._resume(lambda: _put(states), now.epoch if state["in_epoch"] else None)
+        elif state is None or now.seeded_at is not None:
+            step = now.clock.steps if now.seeded_at is None else now.seeded_at
+            place = step * 2**20 + engine.replica
             key = SampleStream(1, seed=self._seed).keys(range(place, place + 1))
-            self._resume(lambda: self._seed_all(int(key[0])), job.epoch)
+            self._resume(lambda: self._seed_all(int(key[0])), now.epoch)
 
     def _resume(self, put: Callable[[], None], epoch: int | None) -> None:
         put()

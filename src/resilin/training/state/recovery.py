@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from resilin.core.events import CheckpointEvent, RiskEvent
 from resilin.engine import environment
-from resilin.training.job import Job, Stamp
+from resilin.training.events import Stamp
+from resilin.training.job import Job
 from resilin.training.state.checkpoint import CheckpointError, Checkpoints
 from resilin.training.state.checkpoint.commit import Commit
 from resilin.training.state.memory import MemoryCopies, Writer, in_use
