@@ -12,6 +12,7 @@ from importlib import import_module
 from resilin import __version__
 from resilin.cli import COMMANDS
 from resilin.cli.errors import user_errors
+from resilin.compat.python_names import arguments_of, commands_of
 from resilin.telemetry.extras import load
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
@@ -80,11 +81,10 @@ def _mark(
     parser: argparse.ArgumentParser, *, files: dict[str, str], directories: dict[str, str]
 ) -> None:
     """Says which arguments are paths: by what stands for them in the usage."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                _mark(command, files=files, directories=directories)
-        elif action.metavar in FILES:
+    for action in arguments_of(parser):
+        for command in commands_of(action):
+            _mark(command, files=files, directories=directories)
+        if action.metavar in FILES:
             action.complete = files  # type: ignore[attr-defined]
         elif action.metavar in DIRECTORIES:
             action.complete = directories  # type: ignore[attr-defined]

@@ -11,12 +11,13 @@ before the fork; that was not run on a GPU yet.
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import runpy
 import sys
 from multiprocessing import forkserver
+
+from resilin.compat.python_names import run_exit_functions
 
 PRELOAD = (
     "numpy",
@@ -69,6 +70,6 @@ def run_script(script: str, *arguments: str) -> None:
         sys.excepthook(*error)
         code = 1
     # Children of multiprocessing leave without these.
-    atexit._run_exitfuncs()
+    run_exit_functions()
     if code not in (None, 0):
         raise SystemExit(code)

@@ -15,8 +15,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
+from resilin.compat.torch_names import rendezvous_from_environment
 from resilin.engine import devices, pulse, ray
 from resilin.engine.base import Engine
 from resilin.engine.single import Single
@@ -66,7 +66,7 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAU
         kind.choose(int(os.environ["LOCAL_RANK"]))
     if backend is None:
         backend = kind.backend
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store, rank, world_size = rendezvous_from_environment(timeout)
     dist.init_process_group(
         backend,
         store=PrefixStore(_agree_on_name(store, rank, world_size, timeout), store),

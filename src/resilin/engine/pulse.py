@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from resilin.compat.python_names import frame_of_main_thread
 from resilin.core.hang import Phase
 from resilin.core.text import clean
 from resilin.engine import environment
@@ -177,7 +178,7 @@ def _is_debugged() -> bool:
     """Whether the main thread is in a debugger written in Python, or one may hold it."""
     if "pydevd" in sys.modules or "debugpy" in sys.modules:
         return True
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = frame_of_main_thread()
     while frame is not None:
         if os.path.basename(frame.f_code.co_filename) in _DEBUGGERS:
             return True

@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
+from resilin.compat.torch_names import default_store
 from resilin.core.membership import Membership
 from resilin.engine.base import Engine
 from resilin.engine.stop import StopRequest
@@ -64,7 +64,7 @@ class RayTrain(Engine):
         self._world = dist.group.WORLD
         self._node = str(sys.modules["ray"].get_runtime_context().get_node_id())
         if self._num_replicas > 1:
-            _get_default_store().set(f"{_NODE}/{self._replica}", self._node)
+            default_store().set(f"{_NODE}/{self._replica}", self._node)
 
     @cached_property
     def _place(self) -> _Place:
@@ -72,7 +72,7 @@ class RayTrain(Engine):
         nodes = [self._node]
         if self._num_replicas > 1:
             keys = [f"{_NODE}/{replica}" for replica in range(self._num_replicas)]
-            nodes = [node.decode() for node in _get_default_store().multi_get(keys)]
+            nodes = [node.decode() for node in default_store().multi_get(keys)]
         hosts = list(dict.fromkeys(nodes))
         return _Place(
             host=hosts.index(self._node),

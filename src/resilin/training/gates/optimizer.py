@@ -20,13 +20,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from resilin.compat.torch_names import (
+    is_counted,
+    mark_counted,
+    multiply_all,
+    note_called,
+    uncompiled,
+)
 from resilin.core import _exact, _validate
 from resilin.core.rules import Factors
 from resilin.training.gates.scheduler import SchedulerGate
 
 _MARK = "_resilin_gate"
-_TRACKED = "_wrapped_by_lr_sched"
-"""Mark of an `optimizer.step` that tells schedulers whether it was called."""
 
 
 class StepOwner(Protocol):
@@ -91,8 +96,8 @@ class Gate:
             return result if closure is None else loss
 
         # Schedulers look for this mark and warn if a later gate hides it.
-        if hasattr(self._step, _TRACKED):
-            setattr(step, _TRACKED, True)
+        if is_counted(self._step):
+            mark_counted(step)
         return step
 
     def _make_zero_grad(self) -> Any:
@@ -106,27 +111,27 @@ class Gate:
 
     def remove(self) -> None:
         """Gives the optimizer its own methods back."""
-        tracked = hasattr(self.optimizer.step, _TRACKED)
+        counted = is_counted(self.optimizer.step)
         for name, method in self._had.items():
             vars(self.optimizer).pop(name, None)
             if method is not None:
                 vars(self.optimizer)[name] = method
-        if tracked and not hasattr(self.optimizer.step, _TRACKED):
+        if counted and not is_counted(self.optimizer.step):
             # A scheduler made since then has put its wrapper around the gate, and misses it.
-            vars(self.optimizer)["step"] = _tracked(self.optimizer.step)
+            vars(self.optimizer)["step"] = _counted(self.optimizer.step)
         vars(self.optimizer).pop(_MARK, None)
         self.schedulers.remove()
 
 
-def _tracked(own: Any) -> Any:
+def _counted(own: Any) -> Any:
     """An optimizer's own step with what a scheduler puts around it."""
 
     @functools.wraps(own.__func__)
     def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True
+        note_called(optimizer)
         return own.__func__(optimizer, *args, **kwargs)
 
-    setattr(step, _TRACKED, True)
+    mark_counted(step)
     return MethodType(step, own.__self__)
 
 
@@ -149,7 +154,7 @@ class ModuleGate:
 
     def __init__(self, module: nn.Module, owner: StepOwner) -> None:
         # A compiled module and the one within it.
-        inner = getattr(module, "_orig_mod", module)
+        inner = uncompiled(module)
         self._modules = [module] if inner is module else [module, inner]
         for gated in self._modules:
             _ZERO_GRAD_OWNERS[gated] = owner
@@ -251,7 +256,7 @@ class _EveryFew:
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        torch._foreach_mul_(grads, 1 / self._steps)
+        multiply_all(grads, 1 / self._steps)
         self._calls = 0
         yield
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Protocol
 
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+
+from resilin.compat.python_names import frame_of_caller
 
 _FRAMES = 8
 """Most frames between `GradScaler.step` and whoever asks: wrappers of schedulers and of ours."""
@@ -20,7 +21,7 @@ def calling_scaler() -> bool:
     Unscaling leaves no other trace that could be checked: it changes gradients without raising
     their version.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = frame_of_caller()
     for _ in range(_FRAMES):
         if frame is None:
             return False

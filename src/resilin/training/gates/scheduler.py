@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from resilin.compat.torch_names import is_initial
 from resilin.core import _validate
 from resilin.core.clock import CLOCKS, ClockName, scheduler_steps
 from resilin.training.state.registry import Registry
@@ -188,7 +189,7 @@ def _gated(kind: type[LRScheduler]) -> type[LRScheduler]:
         gate: SchedulerGate | None = vars(self.optimizer).get(_MARK)
         own = functools.partial(kind.step, self)
         # The step that its constructor makes is none of training.
-        if gate is None or getattr(self, "_is_initial", False):
+        if gate is None or is_initial(self):
             return own(*args, **kwargs)
         return gate.called(self, own, *args, **kwargs)
 

@@ -16,6 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from resilin.compat.torch_names import (
+    check_ddp,
+    finds_unused,
+    prepare_backward,
+    reset_reducer,
+    set_reduces,
+    wrap_outputs,
+)
 from resilin.training.gradient.norms import GroupNorms
 from resilin.training.gradient.parameters import Parameters
 
@@ -70,6 +78,7 @@ class DdpReducer:
         self._source = source
         self._parameters = list(parameters.trained)
         self._ddp = DistributedDataParallel(module, **ddp_kwargs)
+        check_ddp(self._ddp)
         # DDP keeps its hook where no garbage collector looks, so the hook must not keep DDP. It has
         # no annotations: DDP compares them with classes, and ours are strings.
         own = weakref.ref(self)
@@ -105,7 +114,7 @@ class DdpReducer:
 
     def forward(self, last: bool, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; `last` says whether its backward pass reduces."""
-        self._ddp.require_backward_grad_sync = last
+        set_reduces(self._ddp, last)
         output = self._ddp(*args, **kwargs)
         self._armed = self._armed or last
         return output
@@ -131,7 +140,7 @@ class DdpReducer:
 
     def _run_without_output(self, used: Sequence[Tensor]) -> None:
         wanted = self._parameters
-        if self._ddp.find_unused_parameters:
+        if finds_unused(self._ddp):
             # One starts the reduction. DDP knows which others were used before, and the rest must
             # stay unused.
             wanted = [*used, *wanted][:1]
@@ -139,13 +148,10 @@ class DdpReducer:
         ddp = self._ddp
         if self._armed:
             # A forward pass came, and its backward pass will not.
-            ddp.reducer.prepare_for_backward(list(roots) if ddp.find_unused_parameters else [])
+            prepare_backward(ddp, roots if finds_unused(ddp) else [])
         else:
-            ddp.require_backward_grad_sync = True
-            # An argument, because DDP moves its arguments to the device and expects some.
-            unused = torch.zeros(())
-            ddp._pre_forward(unused, unused=unused)  # type: ignore[no-untyped-call]
-            roots = ddp._post_forward(tuple(roots))  # type: ignore[no-untyped-call]
+            set_reduces(ddp, True)
+            roots = wrap_outputs(ddp, roots)
             self._armed = True
         torch.autograd.backward(list(roots))
 
@@ -158,12 +164,12 @@ class DdpReducer:
             return
         if not self._synced:
             # Also forgets which order of buckets it has agreed upon: nobody has, yet.
-            self._ddp.reducer._reset_state()
+            reset_reducer(self._ddp)
             self._armed = False
-        elif not self._ddp.find_unused_parameters:
+        elif not finds_unused(self._ddp):
             # Whatever a part of a backward pass has marked as ready. It stays armed: what it
             # reduces before the last micro-batch, the hook leaves as it is.
-            self._ddp.reducer.prepare_for_backward([])
+            prepare_backward(self._ddp, [])
 
     # DDP's hook ----------------------------------------------------------------------------
 

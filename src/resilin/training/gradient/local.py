@@ -7,6 +7,7 @@ import operator
 import torch
 from torch import Tensor
 
+from resilin.compat.torch_names import interpolate_all, multiply_all
 from resilin.training.gradient.norms import GroupNorms
 from resilin.training.gradient.parameters import Parameters
 
@@ -58,7 +59,7 @@ class LocalGradient:
     def scale(self, factor: float) -> None:
         """Multiplies the gradient."""
         if factor != 1 and (grads := self.tensors()):
-            torch._foreach_mul_(grads, factor)
+            multiply_all(grads, factor)
 
     def clear(self) -> None:
         """Takes the gradient away."""
@@ -147,7 +148,7 @@ class LocalGradient:
         share = weight / self._mean_weight
         both = [p for p in grads if p in self._mean]
         if both:
-            torch._foreach_lerp_([self._mean[p] for p in both], [grads[p] for p in both], share)
+            interpolate_all([self._mean[p] for p in both], [grads[p] for p in both], share)
         for parameter, mean in self._mean.items():
             if parameter not in grads:
                 mean.mul_(1 - share)

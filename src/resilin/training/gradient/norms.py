@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from resilin.compat.torch_names import norms_of_all
 from resilin.core import _validate
 from resilin.core.noise import NoiseSample, from_sums
 from resilin.engine import devices
@@ -35,7 +36,7 @@ def sqr_norms(tensors: Sequence[Tensor]) -> Tensor:
     flat = [_flat(tensor.detach()) for tensor in tensors]
     if devices.of(flat[0].device).batches_kernels:
         # Two kernels for all of them; on the CPU a dot product each is several times faster.
-        return torch.stack([norm.double() for norm in torch._foreach_norm(flat)]).square()
+        return torch.stack([norm.double() for norm in norms_of_all(flat)]).square()
     norms = [torch.dot(tensor, tensor) for tensor in flat]
     if len({norm.dtype for norm in norms}) > 1:
         norms = [norm.double() for norm in norms]

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from resilin.compat.torch_names import version_of
 from resilin.training.gradient.norms import sqr_norms
-
-_VERSION = operator.attrgetter("_version")
 
 
 class Seal:
@@ -23,7 +22,7 @@ class Seal:
 
     def __init__(self, grads: Iterable[Tensor], *, contents: bool) -> None:
         self._grads = list(grads)
-        self._versions = list(map(_VERSION, self._grads))
+        self._versions = list(map(version_of, self._grads))
         self._norms = self._measure() if contents else []
 
     def _measure(self) -> list[float]:
@@ -35,7 +34,7 @@ class Seal:
         now = list(grads)
         if len(now) != len(self._grads) or not all(map(operator.is_, now, self._grads)):
             return False
-        if list(map(_VERSION, now)) != self._versions:
+        if list(map(version_of, now)) != self._versions:
             return False
         if not self._norms:
             return True

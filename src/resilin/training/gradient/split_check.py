@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
 
+from resilin.compat.torch_names import Dropout, tree_leaves
 from resilin.core import _validate
 from resilin.training.data.tickets import CannotSplit, split
 from resilin.training.job import current_job
@@ -179,9 +178,7 @@ def _distance(found: list[Any], right: list[Tensor]) -> float:
 
 def _cut(batch: Any, pieces: int) -> list[tuple[Any, int]]:
     """The pieces of a batch with their sizes, which differ by at most one."""
-    tensors = [
-        leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()
-    ]
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     size = len(tensors[0]) if tensors else 0
     if size < pieces:
         raise ValueError(f"a batch of {size} samples cannot be split into {pieces} pieces")
@@ -204,7 +201,7 @@ def _cut(batch: Any, pieces: int) -> list[tuple[Any, int]]:
 def _undisturbed(module: nn.Module) -> Iterator[None]:
     """Afterwards buffers and random numbers are what they were; dropout is off within it."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    dropouts = [m for m in module.modules() if isinstance(m, _DropoutNd) and m.training]
+    dropouts = [m for m in module.modules() if isinstance(m, Dropout) and m.training]
     numpy: Any = sys.modules.get("numpy")
     drawn = random.getstate(), None if numpy is None else numpy.random.get_state()
     for dropout in dropouts:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from resilin.compat.torch_names import after_backward
 from resilin.engine import devices
 from resilin.engine.base import Engine
 from resilin.training.gradient import refusals
@@ -237,7 +238,7 @@ class StepGradient:
         if self._queued:
             return
         self._queued = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+        after_backward(self._backward_ends)
         if self.part is None or self.result is not None:
             return  # Its end refuses it.
         self._verify()
@@ -263,7 +264,7 @@ class StepGradient:
         self._fresh = True
         if self.part.last:
             # DDP has queued its own end by now. Ours goes behind it, where gradients are reduced.
-            torch.autograd.Variable._execution_engine.queue_callback(self._conclude_in_backward)
+            after_backward(self._conclude_in_backward)
             return
         self._local.merge(trained=True)
         self._reseal()
@@ -415,10 +416,7 @@ class StepGradient:
         return self._said
 
     def votes(self) -> tuple[float, ...]:
-        """What all replicas together said in the ballot of this step, besides the gradient.
-
-        Empty if there was none: no backward pass, or nobody has anything to say.
-        """
+        """Votes in the ballot of this step, summed over replicas; empty if there was no ballot."""
         if self._reducer is None:
             return self._alone_votes
         return () if self._said is None else self._said.votes

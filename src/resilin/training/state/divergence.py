@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from resilin.compat.torch_names import ignored_by_ddp
 from resilin.core import _validate
 from resilin.core.agreement import all_same, pieces, squares
 from resilin.engine import environment
@@ -146,7 +147,7 @@ class DivergenceCheck:
             told["scale, gain and factors"] = _hex(job.model.scale, job.model.gain) + "".join(
                 _hex(f.lr, f.beta_power, f.eps, f.weight_decay) for f in job.model.factors
             )
-        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
+        ignored = ignored_by_ddp(self._module)
         trained = {
             name: parameter
             for name, parameter in self._module.named_parameters()

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
+from resilin.compat.torch_names import make_place
 from resilin.engine import devices
 from resilin.training.state.checkpoint.commit import METADATA_FILE, Entry, FileSum
 from resilin.training.state.checkpoint.storage import Storage
@@ -62,7 +62,7 @@ class Written:
 
     plan: SavePlan
     """Its part of DCP's plan."""
-    places: dict[MetadataIndex, _StorageInfo]
+    places: dict[MetadataIndex, Any]
     """Where DCP finds the tensors."""
     entries: dict[str, Entry]
     """Where we find them."""
@@ -87,7 +87,7 @@ def write_share(storage: Storage, attempt: str, rank: int, share: dict[str, Tens
             # Here and not within: see Sums.
             stream.check()
             length = stream.tell() - begin
-            written.places[item.index] = _StorageInfo(name, begin, length)
+            written.places[item.index] = make_place(name, begin, length)
             written.entries[item.index.fqn] = Entry(
                 str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), name, begin, length
             )

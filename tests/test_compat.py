@@ -1,0 +1,156 @@
+"""Private names of other packages: declared in `compat/`, there, and missed in one sentence."""
+
+import inspect
+import re
+import sys
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+
+from resilin.compat import python_names, torch_names
+from resilin.compat.names import MissingNameError, Name, Package
+
+PACKAGES = [torch_names.TORCH, python_names.PYTHON]
+NAMES = [name for package in PACKAGES for name in package.names]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=str)
+def test_a_name_is_in_the_installed_version(name):
+    found = name.find()
+    if name.instance:
+        assigned = re.compile(rf"\b\w+\.{name.attribute}\b[^=\n]* = |\"{name.attribute}\"")
+        sources = map(inspect.getsource, {sys.modules[kind.__module__] for kind in own(found)})
+        # Set by the constructor, or by another class of the package.
+        assert any(map(assigned.search, sources)) or name.attribute in ELSEWHERE
+
+
+ELSEWHERE = {"_opt_called": "torch.optim.lr_scheduler"}
+"""Attributes that another module sets."""
+
+
+def own(kind):
+    return [base for base in kind.__mro__ if base is not object]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.instance], ids=str)
+def test_a_name_that_is_gone_is_missed_in_one_sentence(name, monkeypatch):
+    remove(name, monkeypatch)
+    with pytest.raises(MissingNameError) as missed:
+        name.find()
+    package = name.package
+    assert re.fullmatch(
+        rf"resilin needs {re.escape(str(name))}, which {package.distribution} \S+ does not have; "
+        rf"tested with {' and '.join(map(re.escape, package.tested))}",
+        str(missed.value),
+    )
+
+
+def remove(name: Name, monkeypatch) -> None:
+    module, _, attributes = name.path.partition(":")
+    owner = import_module(module)
+    *outer, last = attributes.split(".")
+    if not outer:
+        monkeypatch.delattr(owner, last)
+        return
+    # Classes written in C keep what they have, so the whole class makes room for an empty one.
+    for part in outer[:-1]:
+        owner = getattr(owner, part)
+    monkeypatch.setattr(owner, outer[-1], type(outer[-1], (), {}))
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n.instance], ids=str)
+def test_an_attribute_that_is_gone_is_missed_in_one_sentence(name):
+    class Bare:
+        pass
+
+    said = rf"resilin needs \S+Bare\.{name.attribute}, which {name.package.distribution} "
+    with pytest.raises(MissingNameError, match=said):
+        name.of(Bare())
+    # Else it would be set, to no effect.
+    with pytest.raises(MissingNameError, match=said):
+        name.set(Bare(), 1)
+
+
+def test_an_attribute_is_read_and_set():
+    name = Package("torch", tested=("1", "2")).name("torch.nn:Linear.bias", "", instance=True)
+    linear = nn.Linear(1, 1)
+    assert name.of(linear) is linear.bias
+    name.set(linear, None)
+    assert linear.bias is None
+
+
+def test_a_package_of_unknown_version_is_named_all_the_same():
+    name = Package("no-such-package", tested=("1", "2", "3")).name("no_such_package:_x", "")
+    with pytest.raises(MissingNameError, match="no-such-package .version unknown. .* 1, 2 and 3$"):
+        name.find()
+
+
+def test_each_name_has_a_use_and_no_two_are_the_same():
+    assert all(name.use for name in NAMES)
+    assert len({name.path for name in NAMES}) == len(NAMES)
+
+
+# What the functions do -----------------------------------------------------------------------
+
+
+def test_ddp_is_asked_what_it_leaves_alone():
+    model = nn.Linear(2, 1)
+    assert torch_names.ignored_by_ddp(model) == frozenset()
+    ddp = nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
+    assert torch_names.ignored_by_ddp(model) == {"bias"}
+
+
+def test_a_ddp_that_lost_an_attribute_is_refused_when_it_is_made():
+    class Later:
+        reducer = find_unused_parameters = None
+
+    with pytest.raises(MissingNameError, match=r"Later\.require_backward_grad_sync, which torch"):
+        torch_names.check_ddp(Later())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when dynamo is loaded
+def test_compiled_modules_are_recognised():
+    plain = nn.Linear(1, 1)
+    compiled = torch.compile(plain)
+    assert torch_names.is_compiled(compiled)
+    assert not torch_names.is_compiled(plain)
+    assert torch_names.uncompiled(compiled) is plain
+    assert torch_names.uncompiled(plain) is plain
+    plain.compile()
+    assert torch_names.is_compiled(plain)
+
+
+def test_schedulers_count_the_steps_of_an_optimizer_by_a_mark_on_it():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
+    assert not torch_names.is_counted(optimizer.step)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert torch_names.is_counted(optimizer.step)
+    optimizer.step()
+    assert torch_names._CALLED.of(optimizer) is True
+    assert not torch_names.is_initial(scheduler)
+
+
+def test_the_step_of_a_schedulers_constructor_is_known():
+    seen = []
+
+    class Watched(torch.optim.lr_scheduler.StepLR):
+        def step(self, epoch=None):
+            seen.append(torch_names.is_initial(self))
+            super().step()
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
+    scheduler = Watched(optimizer, 1)
+    optimizer.step()
+    scheduler.step()
+    assert seen == [True, False]
+
+
+def test_the_frame_of_the_caller():
+    def asks():
+        return python_names.frame_of_caller()
+
+    assert asks() is sys._getframe()
+    assert python_names.frame_of_main_thread().f_back is sys._getframe()
