@@ -83,7 +83,7 @@ def test_an_attribute_is_read_and_set():
 
 def test_a_package_of_unknown_version_is_named_all_the_same():
     name = Package("no-such-package", tested=("1", "2", "3")).name("no_such_package:_x", "")
-    with pytest.raises(MissingNameError, match="no-such-package .version unknown. .* 1, 2 and 3$"):
+    with pytest.raises(MissingNameError, match=r"no-such-package .version unknown. .* 1, 2 and 3$"):
         name.find()
 
 
