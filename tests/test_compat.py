@@ -9,10 +9,23 @@ import pytest
 import torch
 from torch import nn
 
-from resilin.compat import python_names, torch_names
+from resilin.compat import (
+    accelerate_names,
+    python_names,
+    ray_names,
+    torch_agent,
+    torch_names,
+    transformers_names,
+)
 from resilin.compat.names import MissingNameError, Name, Package
 
-PACKAGES = [torch_names.TORCH, python_names.PYTHON]
+PACKAGES = [
+    torch_agent.TORCH,
+    python_names.PYTHON,
+    ray_names.RAY,
+    accelerate_names.ACCELERATE,
+    transformers_names.TRANSFORMERS,
+]
 NAMES = [name for package in PACKAGES for name in package.names]
 
 
@@ -20,18 +33,21 @@ NAMES = [name for package in PACKAGES for name in package.names]
 def test_a_name_is_in_the_installed_version(name):
     found = name.find()
     if name.instance:
-        assigned = re.compile(rf"\b\w+\.{name.attribute}\b[^=\n]* = |\"{name.attribute}\"")
-        sources = map(inspect.getsource, {sys.modules[kind.__module__] for kind in own(found)})
-        # Set by the constructor, or by another class of the package.
-        assert any(map(assigned.search, sources)) or name.attribute in ELSEWHERE
+        assert is_assigned(found, name.attribute)
 
 
 ELSEWHERE = {"_opt_called": "torch.optim.lr_scheduler"}
 """Attributes that another module sets."""
 
 
-def own(kind):
-    return [base for base in kind.__mro__ if base is not object]
+def is_assigned(kind, attribute) -> bool:
+    """Whether instances get this attribute: it is annotated, or assigned where the class is."""
+    bases = [base for base in kind.__mro__ if base is not object]
+    if any(attribute in getattr(base, "__annotations__", {}) for base in bases):
+        return True
+    modules = {base.__module__ for base in bases} | {ELSEWHERE.get(attribute)} - {None}
+    assigned = re.compile(rf"\b\w+\.{attribute}\b[^=\n]* = |\"{attribute}\"")
+    return any(assigned.search(inspect.getsource(import_module(name))) for name in modules)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.instance], ids=str)

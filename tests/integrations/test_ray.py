@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 import resilin
-from resilin.engine.ray import CONTEXT, RayTrain
+from resilin.compat.ray_names import CONTEXT
+from resilin.engine.ray import RayTrain
 from resilin.training.state.memory import MemoryCopies
 from tests.integrations import ray_job
 

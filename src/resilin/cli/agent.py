@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,11 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from resilin.cli.errors import say
 from resilin.cli.hang import Local, Watchdog
+from resilin.compat.torch_agent import WrappedAgent, rendezvous_members
 from resilin.core.events import FaultEvent
 from resilin.core.lives import Lives
 from resilin.engine import environment
@@ -50,7 +51,7 @@ ALONE = 30.0
 they do not leave at the same moment."""
 
 
-class SpeakingAgent(LocalElasticAgent):
+class SpeakingAgent(WrappedAgent):
     """The agent of one machine, which reports on standard error.
 
     Args:
@@ -86,7 +87,7 @@ class SpeakingAgent(LocalElasticAgent):
 
     def run(self, *args: Any, **kwargs: Any) -> RunResult:
         """Runs until the job is over, and says how it ended."""
-        spec = self._worker_group.spec
+        spec = self.spec
         say(
             f"agent {os.getpid()} on {_host()} starts {_count(spec.local_world_size, 'worker')} "
             f"in job {spec.rdzv_handler.get_run_id()}"
@@ -103,8 +104,8 @@ class SpeakingAgent(LocalElasticAgent):
         return result
 
     def _report_end(self, result: RunResult) -> None:
-        max_restarts = self._worker_group.spec.max_restarts
-        restarts = max_restarts - self._remaining_restarts
+        max_restarts = self.spec.max_restarts
+        restarts = max_restarts - self.remaining_restarts
         if not result.is_failed():
             say(f"finished after {_count(restarts, 'restart')}" if restarts else "finished")
         elif self._bound_fruitless and self._lives.hopeless:
@@ -118,28 +119,28 @@ class SpeakingAgent(LocalElasticAgent):
         else:
             say(f"gave up after {_count(restarts, 'restart')} (--max-restarts {max_restarts})")
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+    def around_rendezvous(self, stock: Callable[..., None], group: WorkerGroup) -> None:
+        """Meets the other agents, again if one of them leaves meanwhile."""
         try:
-            super()._rendezvous(worker_group)
+            stock(group)
         except DistStoreError as error:
             say(f"an agent has gone before the ranks were dealt out: meeting again ({error})")
             # Each meeting has a time limit of its own, so this comes to an end.
-            self._rendezvous(worker_group)
+            self.around_rendezvous(stock, group)
 
-    def _assign_worker_ranks(
-        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    def around_ranks(
+        self, stock: Callable[..., list[Worker]], store: Any, rank: int, size: int, spec: WorkerSpec
     ) -> list[Worker]:
+        """Assigns ranks, and reports which machines have joined and left."""
         # Nobody has its ranks before all agents have come by the store: what each wrote before is
         # there for all of them after.
-        store.set(f"resilin/machine/{group_rank}", _host())
-        workers: list[Worker] = super()._assign_worker_ranks(
-            store, group_rank, group_world_size, spec
-        )
-        keys = [f"resilin/machine/{rank}" for rank in range(group_world_size)]
+        store.set(f"resilin/machine/{rank}", _host())
+        workers = stock(store, rank, size, spec)
+        keys = [f"resilin/machine/{other}" for other in range(size)]
         # Agents of a plain torchrun leave no name.
         if store.check(keys):
             names = [name.decode() for name in store.multi_get(keys)]
-            self._report_machines(names, records=group_rank == 0)
+            self._report_machines(names, records=rank == 0)
         return workers
 
     def _report_machines(self, names: list[str], *, records: bool) -> None:
@@ -174,38 +175,42 @@ class SpeakingAgent(LocalElasticAgent):
         )
         log.close()
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def around_start(
+        self, stock: Callable[..., dict[int, Any]], group: WorkerGroup
+    ) -> dict[int, Any]:
+        """Starts the workers, and watches over them."""
         self._watchdog.forget()
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+        pids = stock(group)
         self._started = time.monotonic()
         self._left = {}
         self._starts = {pid: process_start(pid) for pid in pids.values()}
         self._watchdog.begin(
             [
                 Local(worker.local_rank, worker.global_rank, pids[worker.local_rank])
-                for worker in worker_group.workers
+                for worker in group.workers
             ],
-            worker_group.workers[0].world_size,
+            group.workers[0].world_size,
         )
-        ranks = [worker.global_rank for worker in worker_group.workers]
-        machines = _count(worker_group.group_world_size or 1, "agent")
+        ranks = [worker.global_rank for worker in group.workers]
+        machines = _count(group.group_world_size or 1, "agent")
         say(
-            f"{_count(worker_group.workers[0].world_size, 'replica')} on {machines}, "
+            f"{_count(group.workers[0].world_size, 'replica')} on {machines}, "
             f"rank {ranks[0] if len(ranks) == 1 else f'{ranks[0]}-{ranks[-1]}'} here"
         )
         return pids
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def around_monitor(self, stock: Callable[..., RunResult], group: WorkerGroup) -> RunResult:
+        """Looks at the workers, reports failures, and ends workers that hang."""
         # Looked at before torch looks: it stops the others as soon as one has failed.
-        self._note_leavers(worker_group)
-        result: RunResult = super()._monitor_workers(worker_group)
+        self._note_leavers(group)
+        result = stock(group)
         if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED}:
             self._report_failure(result)
         elif result.state == WorkerState.HEALTHY:
             self._report_leavers(after=ALONE)
-            if self._misses_an_agent(worker_group):
+            if self._misses_an_agent(group):
                 say("an agent is gone: restarting the workers")
-                super()._restart_workers(worker_group)
+                self.restart_workers(group)
             else:
                 self._end_those_that_hang()
         return result
@@ -229,7 +234,7 @@ class SpeakingAgent(LocalElasticAgent):
         if not any(failure.exitcode == RESTART for _, failure in failures):
             self._lives = self._lives.after(self._watchdog.life(lifetime))
         if self._bound_fruitless and self._lives.hopeless:
-            self._remaining_restarts = 0
+            self.remaining_restarts = 0
 
     def _end_those_that_hang(self) -> None:
         """Ends the workers that hold up the others; torch then sees them fail, and restarts all."""
@@ -245,11 +250,11 @@ class SpeakingAgent(LocalElasticAgent):
         say(f"killing {which}, to restart the workers")
         self._watchdog.kill(workers)
 
-    def _note_leavers(self, worker_group: WorkerGroup) -> None:
+    def _note_leavers(self, group: WorkerGroup) -> None:
         """Notes workers that are done while others are not, as far as can be known."""
         now = time.monotonic()
         told = {worker.rank for worker in self._watchdog.left()}
-        for worker in worker_group.workers:
+        for worker in group.workers:
             rank, pid = worker.global_rank, worker.id
             gone = rank in told or process_gone(pid, self._starts.get(pid))
             if gone and rank not in self._left:
@@ -260,7 +265,7 @@ class SpeakingAgent(LocalElasticAgent):
         now = time.monotonic()
         for rank, left in sorted(self._left.items()):
             too_early = now - left.when < after
-            if left.said or too_early or self._exit_code(left.local_rank) != 0:
+            if left.said or too_early or self.exit_code(left.local_rank) != 0:
                 continue
             left.said = True
             when = left.when - self._started
@@ -268,41 +273,26 @@ class SpeakingAgent(LocalElasticAgent):
             say(f"{text}, while other workers were still running")
             self._record("worker_left", text, rank)
 
-    def _exit_code(self, local_rank: int) -> int | None:
-        """The exit code of a worker; None while it has none, or where torch keeps it elsewhere."""
-        # torch says nothing of workers that ended well before all have, and these have no public
-        # name: a process of subprocess for each of them, or with --warm one of multiprocessing.
-        handlers = getattr(self._pcontext, "subprocess_handlers", None)
-        if handlers is not None:
-            code: int | None = handlers[local_rank].proc.poll()
-            return code
-        if local_rank in getattr(self._pcontext, "_return_values", {}):
-            return 0  # its script has ended; its process waits for those of the others
-        started = getattr(self._pcontext, "_pc", None)
-        return None if started is None else started.processes[local_rank].exitcode
-
-    def _misses_an_agent(self, worker_group: WorkerGroup) -> bool:
+    def _misses_an_agent(self, group: WorkerGroup) -> bool:
         """Whether somebody has left this generation while it is young, and nobody waits to join.
 
         Later on workers notice by themselves, or are being told by agents that wait.
         """
-        # torch asks its rendezvous who waits each time, and so keeps this up to date; it has no
-        # public name. Rendezvous of other kinds have nothing like it.
-        holder = getattr(worker_group.spec.rdzv_handler, "_state_holder", None)
-        if holder is None or time.monotonic() - self._started > FORMING:
+        members = rendezvous_members(group.spec.rdzv_handler)
+        if members is None or time.monotonic() - self._started > FORMING:
             return False
-        state = holder.state
-        members = worker_group.group_world_size or 1
-        return len(state.participants) < members and not state.wait_list
+        present, waiting = members
+        return present < (group.group_world_size or 1) and not waiting
 
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if worker_group.state == WorkerState.HEALTHY:
+    def around_restart(self, stock: Callable[..., None], group: WorkerGroup) -> None:
+        """Restarts the workers, and reports why."""
+        if group.state == WorkerState.HEALTHY:
             say("another agent waits to join: restarting the workers")
         else:
-            spec = worker_group.spec
-            number = spec.max_restarts - self._remaining_restarts
+            spec = group.spec
+            number = spec.max_restarts - self.remaining_restarts
             say(f"restarting the workers (restart {number} of {spec.max_restarts})")
-        super()._restart_workers(worker_group)
+        stock(group)
 
 
 @dataclass

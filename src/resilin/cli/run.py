@@ -37,6 +37,7 @@ from resilin.cli.errors import say, told
 from resilin.cli.hang import Watchdog
 from resilin.cli.memory import MemoryDirectory
 from resilin.cli.options import complete, hang_timeout, parser, stop_signals
+from resilin.compat.torch_agent import use_agent
 from resilin.engine import environment
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -78,12 +79,13 @@ def main(arguments: Sequence[str]) -> int:
     try:
         memory = prepare(args)
         os.environ[environment.PULSE_DIR] = _pulse_directory(memory)
-        # torch's launcher builds the agent by this name, and has no other place to put one in.
-        vars(launcher)["LocalElasticAgent"] = partial(
-            SpeakingAgent,
-            watchdog=Watchdog(Path(os.environ[environment.PULSE_DIR]), timeout),
-            bound_fruitless=bound,
-            farewell=FAREWELL if is_here(args.rdzv_endpoint) else 0,
+        use_agent(
+            partial(
+                SpeakingAgent,
+                watchdog=Watchdog(Path(os.environ[environment.PULSE_DIR]), timeout),
+                bound_fruitless=bound,
+                farewell=FAREWELL if is_here(args.rdzv_endpoint) else 0,
+            )
         )
         config, entrypoint, arguments = torchrun.config_from_args(args)
         if args.warm:

@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from resilin.compat.ray_names import in_worker
 from resilin.compat.torch_names import rendezvous_from_environment
 from resilin.engine import devices, pulse, ray
 from resilin.engine.base import Engine
@@ -104,6 +105,6 @@ def _agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta)
 
 def detect() -> Engine:
     """The engine of whatever launched this process."""
-    if ray.in_worker():
+    if in_worker():
         return ray.RayTrain()
     return Torchrun() if all(name in os.environ for name in LAUNCHER_ENV) else Single()

@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import sys
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
+from resilin.compat.ray_names import this_worker
 from resilin.compat.torch_names import default_store
 from resilin.core.membership import Membership
 from resilin.engine.base import Engine
 from resilin.engine.stop import StopRequest
 
-CONTEXT = "ray.train.v2._internal.execution.context"
-"""Where Ray keeps what it has told this worker. Only Ray itself imports it."""
 _NODE = "resilin/node"
 
 
@@ -51,10 +50,7 @@ class RayTrain(Engine):
     def __init__(self) -> None:
         super().__init__()
         self.stop = _Asked()
-        context = _train_context()
-        self._replica = int(context.get_world_rank())
-        self._num_replicas = int(context.get_world_size())
-        self._run = str(context.train_run_context.run_id)
+        self._replica, self._num_replicas, self._run = this_worker()
         size = dist.get_world_size() if dist.is_initialized() else 0
         if size != self._num_replicas and (size or self._num_replicas > 1):
             raise ValueError(
@@ -163,13 +159,3 @@ class _Asked(StopRequest):
 
     def listen(self) -> None:
         """Takes no signals."""
-
-
-def in_worker() -> bool:
-    """Whether this process is a worker of Ray Train, without importing Ray to find out."""
-    module: Any = sys.modules.get(CONTEXT)
-    return module is not None and module._train_context is not None
-
-
-def _train_context() -> Any:
-    return sys.modules[CONTEXT].get_train_context()

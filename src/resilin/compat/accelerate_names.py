@@ -1,0 +1,54 @@
+"""Accelerate: how an accelerator knows which micro-batch completes a step. Loads no Accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from resilin.compat.names import Package
+
+ACCELERATE = Package("accelerate", tested=("1.15.0",))
+"""Accelerate, and the names of it that resilin uses."""
+
+_SCHEDULERS = ACCELERATE.name(
+    "accelerate:Accelerator._schedulers", "saves the scheduler in checkpoints", instance=True
+)
+_DO_SYNC = ACCELERATE.name(
+    "accelerate:Accelerator._do_sync", "says which micro-batch completes a step"
+)
+_SET_SYNC = ACCELERATE.name(
+    "accelerate.state:GradientState._set_sync_gradients", "says which micro-batch completes a step"
+)
+_PREPARED = "_is_accelerate_prepared"
+"""Mark of a model that `accelerator.prepare` has seen."""
+
+
+def check(accelerator: Any) -> None:
+    """Checks that an accelerator has all names that the functions below use.
+
+    Raises:
+        MissingNameError: One is gone.
+    """
+    _SCHEDULERS.of(accelerator)
+    _DO_SYNC.of(accelerator)
+    _SET_SYNC.of(accelerator.gradient_state)
+
+
+def add_scheduler(accelerator: Any, scheduler: Any) -> None:
+    """Makes the accelerator save and load a scheduler."""
+    _SCHEDULERS.of(accelerator).append(scheduler)
+
+
+def mark_prepared(model: Any) -> None:
+    """Marks a model as prepared, so that `accelerator.prepare` leaves it alone."""
+    setattr(model, _PREPARED, True)
+
+
+def set_completes(accelerator: Any, completes: bool) -> None:
+    """Says whether the micro-batch at hand completes a step."""
+    accelerator.gradient_state._set_sync_gradients(completes)
+
+
+def replace_sync(accelerator: Any, decide: Callable[[], None]) -> None:
+    """Makes `accelerator.accumulate` ask this function, in place of counting batches."""
+    vars(accelerator)[_DO_SYNC.attribute] = decide
