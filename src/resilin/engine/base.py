@@ -134,7 +134,10 @@ class Engine:
         return self.membership
 
     def all_committed(self) -> bool:
-        """Called after each step: whether all replicas made it.
+        """Called when the gradient of a step is complete: whether all replicas took part in it.
+
+        Asked before the optimizer steps. If not, the step fails: nothing of it is kept, and it is
+        issued again. All replicas must give the same answer.
 
         Where a lost replica means new processes, whoever still runs has seen the reduction of the
         step end, so all took part in it.

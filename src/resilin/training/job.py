@@ -7,7 +7,7 @@ what survives. `reset_job()` starts a new one, as tests and notebooks need.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,75 +15,22 @@ from torch.optim import Optimizer
 
 from resilin.core.clock import Clock, Reference
 from resilin.core.events import Event
-from resilin.core.noise import Noise
 from resilin.core.plan import BatchBounds
 from resilin.core.profile import StepProfile
-from resilin.core.rules import Factors, ScalingRule
 from resilin.engine.base import Engine
 from resilin.engine.group import detect
 from resilin.training.ballot import Voter
 from resilin.training.data.cursor import Cursors
 from resilin.training.data.iteration import Iteration, Iterations
 from resilin.training.events import Events, Listener, Stamp
+from resilin.training.model import TrainedModel
 from resilin.training.records import MicroBatch
+from resilin.training.sizing.scaling import StepScaling
 from resilin.training.state.randomness import RandomStates
 from resilin.training.state.registry import Registry
 from resilin.training.state.settings import StateSettings
 from resilin.training.step_timer import StepTimer
 from resilin.training.timeline import Timeline
-
-
-class TrainedModel(Protocol):
-    """What the rest of the job may ask of the model."""
-
-    training: bool
-    rule: ScalingRule
-    optimizer: Optimizer
-    tokens_per_step: float | None
-
-    @property
-    def gain(self) -> float:
-        """Reference steps that the last step was worth."""
-        ...
-
-    @property
-    def scale(self) -> float:
-        """Global batch over reference batch, in the last step."""
-        ...
-
-    @property
-    def factors(self) -> Sequence[Factors]:
-        """What the rule applied to each parameter group in the last step."""
-        ...
-
-    def splits_next(self, scale: float) -> bool:
-        """Whether one replica splits the next step, of this scale, to measure its noise."""
-        ...
-
-    @property
-    def sample_noise(self) -> Noise | None:
-        """Noise of the gradient, per sample; None until it was measured."""
-        ...
-
-    def sync_seconds(self) -> float | None:
-        """How long the newest step that is known waited for the reduction of its gradient."""
-        ...
-
-    def body_over(self) -> None:
-        """The loop body of a step is over."""
-        ...
-
-    def drop_step(self) -> bool:
-        """Forgets the step that is under way, with its gradient; whether it could."""
-        ...
-
-    def close_step(self, asked_by: object = None) -> None:
-        """Called when an iteration over a loader asks for the next step: the last one is over."""
-        ...
-
-    def release(self) -> None:
-        """Gives optimizer, scheduler and scaler their own methods back."""
-        ...
 
 
 class BatchChooser(Protocol):
@@ -129,7 +76,7 @@ class JobRecovery(Protocol):
 class StepRecorder(Protocol):
     """What tells of the steps."""
 
-    def committed(self, model: TrainedModel, samples: int) -> None:
+    def committed(self, scaling: StepScaling, optimizer: Optimizer, samples: int) -> None:
         """The optimizer has stepped."""
         ...
 
@@ -164,8 +111,8 @@ class Job:
     """The random generators of this replica; None until the job has started."""
     recorder: StepRecorder | None = None
     """Reports the steps; None until the job has started."""
-    model: TrainedModel | None = None
-    """The model that is being trained."""
+    trained: TrainedModel | None = None
+    """The model that is being trained, with its gradient and its gates."""
     autoscaler: BatchChooser | None = None
     """Chooses the batch size of the loader that trains, if anything does."""
     voters: list[Voter] = field(default_factory=list)
@@ -204,6 +151,11 @@ class Job:
     def micro_batch(self) -> MicroBatch | None:
         """The micro-batch that the loop body works on; None outside a resilin loader."""
         return self.iterations.micro_batch
+
+    @property
+    def model(self) -> Any:
+        """The `AdaptiveDataParallel` that is being trained; None if there is none."""
+        return None if self.trained is None else self.trained.face
 
     @property
     def loader(self) -> Any:
@@ -277,7 +229,7 @@ def reset_job() -> Job:
         _current.recovery.close()
     if _current.recorder is not None:
         _current.recorder.close()
-    if _current.model is not None:
+    if _current.trained is not None:
         _current.model.release()
     _current = Job()
     return _current

@@ -1,4 +1,4 @@
-"""The places between two steps: where a job starts, goes on, and is told of.
+"""The life of a step, in one file: a job starts, steps begin, are made and committed, epochs end.
 
 All replicas come by here at the same steps, whoever asks: the loader before each step, or the model
 where the loader is not one of resilin's.
@@ -6,15 +6,22 @@ where the loader is not one of resilin's.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from resilin.core.hang import Phase
 from resilin.engine import environment, lost
 from resilin.training.job import Job
+from resilin.training.records import StepOutcome
 from resilin.training.report.recorder import Recorder, log_directory
 from resilin.training.state.randomness import NAME, RandomStates
 from resilin.training.state.recovery import Recovery
 from resilin.training.state.settings import from_environment
+
+logger = logging.getLogger("resilin")
 
 
 class _Arrivals:
@@ -41,15 +48,15 @@ def _show(job: Job) -> None:
     pulse = job.engine.pulse
     job.voters.append(_Arrivals(job))
     pulse.start(job.clock.steps)
-    pulse.follow(lambda: job.model is not None and not job.model.training)
+    pulse.follow(lambda: job.trained is not None and not job.trained.training)
 
     def forward_begins(module: torch.nn.Module, _: object) -> None:
         trains = module.training and torch.is_grad_enabled()
         pulse.beat(Phase.STEP if trains else Phase.BETWEEN, job.clock.steps)
 
-    if isinstance(job.model, torch.nn.Module):
+    if job.trained is not None:
         # So that a long evaluation is seen to get on, and a step of many micro-batches, too.
-        job.model.register_forward_pre_hook(forward_begins)
+        job.trained.face.register_forward_pre_hook(forward_begins)
 
 
 def start(job: Job) -> Recovery:
@@ -70,46 +77,112 @@ def start(job: Job) -> Recovery:
     return job.recovery
 
 
-def _step_over(job: Job, asked_by: object = None) -> tuple[Recovery, Recorder]:
-    """The last step is over, if there was one: it is told of before anything else is done."""
-    recovery = start(job)
-    if job.model is not None:
-        job.model.body_over()
-    job.engine.pulse.beat(Phase.BETWEEN, job.clock.steps)
-    assert isinstance(job.recorder, Recorder)
-    if job.model is not None:
-        job.model.close_step(asked_by)
-    job.recorder.step_over()
-    return recovery, job.recorder
+# One step, in the order of its life ------------------------------------------------------------
 
 
 def begin_step(job: Job, asked_by: object = None) -> None:
-    """Called before each step of training: the last one is over, and the next may begin."""
-    recovery, recorder = _step_over(job, asked_by)
+    """Ends the last step and begins the next one. Called by all replicas before each step.
+
+    Args:
+        job: The job.
+        asked_by: The iteration that asks for the step; None for a loader that is not resilin's.
+    """
+    recovery, recorder = _end_body(job, asked_by)
     recovery.between_steps()
     job.engine.begin_step()
     assert job.random is not None
     job.random.begin_step()
+    job.timer.begin()
     recorder.step_begins()
     job.engine.pulse.begin_step()
 
 
-def leave_out_pass(job: Job) -> None:
-    """Called in place of a pass over the data that was complete before a restart."""
-    assert job.random is not None
-    job.random.leave_out_pass()
+def make_step(job: Job, own: Callable[[], Any]) -> Any:
+    """Makes a step whose gradient is complete; called by `optimizer.step`.
+
+    The engine is asked before anything is changed: the parameters of a step that a lost replica
+    took part in stay as they were, and it can be issued again.
+
+    Args:
+        job: The job.
+        own: The optimizer's own `step`.
+
+    Returns:
+        Its result; None if the step failed.
+    """
+    model = job.trained
+    assert model is not None
+    model.prepare()
+    if not job.engine.all_committed():
+        commit_step(job, StepOutcome.FAILED)
+        return None
+    result = model.step_optimizer(own)
+    commit_step(job, StepOutcome.COMMITTED)
+    return result
+
+
+def commit_step(job: Job, outcome: StepOutcome) -> None:
+    """Ends a step with this outcome: the one place where clock, cursor and scheduler move.
+
+    - committed: clock, report, votes, cursor and scheduler move, in this order;
+    - skipped: votes count, and the cursor moves when the loader is asked for the next step;
+    - failed: nothing moves, and the loader issues the step again. Buffers and random generators
+      keep what the failed attempt did to them. A loader that is not one of resilin's cannot issue
+      it again: its samples are lost.
+    """
+    model, timeline = job.trained, job.timeline
+    assert model is not None
+    if outcome is StepOutcome.FAILED:
+        model.fail_step()
+        reissued = job.iterations.fail()
+        logger.warning(
+            "step %d failed: not all replicas took part in it. %s",
+            timeline.clock.steps,
+            "It is issued again" if reissued else "Its loader cannot issue its samples again",
+        )
+        return
+    if outcome is StepOutcome.SKIPPED:
+        model.end_step()
+        return
+    before = model.read_schedule()
+    timeline.clock, timeline.last_step = model.advance(timeline.clock)
+    if job.recorder is not None:
+        job.recorder.committed(model.scaling, model.optimizer, timeline.last_step.samples)
+    model.end_step()
+    job.iterations.commit()
+    model.advance_schedule(before)
 
 
 def end_epoch(job: Job, asked_by: object = None) -> None:
-    """Called behind the last step of an epoch."""
-    recovery, recorder = _step_over(job, asked_by)
+    """Ends the last step of an epoch."""
+    recovery, recorder = _end_body(job, asked_by)
     recorder.epoch_over()
     recovery.between_steps()
 
 
 def end_training(job: Job) -> None:
-    """Called behind the last step of a loop that need not end where an epoch does."""
-    recovery, _ = _step_over(job)
+    """Ends the last step of a loop that need not end where an epoch does."""
+    recovery, _ = _end_body(job)
     recovery.between_steps()
     recovery.finish()
     job.engine.pulse.beat(Phase.DONE, job.clock.steps)
+
+
+def leave_out_pass(job: Job) -> None:
+    """Takes the place of a pass over the data that was complete before a restart."""
+    assert job.random is not None
+    job.random.leave_out_pass()
+
+
+def _end_body(job: Job, asked_by: object = None) -> tuple[Recovery, Recorder]:
+    """Ends the loop body of the last step, if there was one; it is reported before all else."""
+    recovery = start(job)
+    if job.trained is not None:
+        job.trained.end_body()
+    job.engine.pulse.beat(Phase.BETWEEN, job.clock.steps)
+    assert isinstance(job.recorder, Recorder)
+    if job.trained is not None:
+        job.trained.flow.close(asked_by)
+    job.timer.end()
+    job.recorder.step_over()
+    return recovery, job.recorder

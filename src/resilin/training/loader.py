@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal
 
-import torch
 from torch.utils.data import IterableDataset
 
 from resilin.core import _validate
@@ -165,14 +164,15 @@ class AdaptiveDataLoader(SizedLoader):
         Losses that couple samples change with the split, so the reference batch is left whole
         unless somebody needs its noise. No piece has one sample, unless the reference batch has.
         """
-        model = current_job().model
+        job = current_job()
         samples = plan.global_batch_size
         pieces = samples // 2 >= min(2, self.batch_size)
         alone = plan.replicas == 1 and plan.steps == 1 and samples > 1
         training = self._iteration is not None and self._iteration.training
-        if alone and pieces and training and model is not None:
+        if alone and pieces and training and job.trained is not None:
             scale = step_scale(samples, batch_size, self.batch_size)
-            if model.splits_next(scale):
+            estimates = job.trained.scaling.estimates
+            if estimates.due(autoscaled=job.autoscaler is not None, split_at=scale):
                 return BatchPlan(samples, 1, max_local_bsz=-(-plan.batch_size // 2))
         return plan
 
@@ -193,8 +193,7 @@ class AdaptiveDataLoader(SizedLoader):
 
     def __iter__(self) -> Iterator[Any]:
         job = current_job()
-        model = job.model
-        training = model is not None and model.training and torch.is_grad_enabled()
+        training = job.trained is not None and job.trained.trains
         if training and not self._begin_pass(job):
             return
         current = self._begin_iteration(job, training=training)
@@ -223,7 +222,7 @@ class AdaptiveDataLoader(SizedLoader):
 
     def _begin_iteration(self, job: Job, *, training: bool) -> Iteration:
         stream = self._stream
-        evaluates = job.model is not None and not training
+        evaluates = job.trained is not None and not training
         if evaluates:
             # Apart from the cursor, and the same after a restart: it depends on the epoch alone.
             position = job.epoch * stream.num_samples
@@ -267,6 +266,8 @@ class AdaptiveDataLoader(SizedLoader):
                     f"this iteration over {self._name!r} was asked for a batch after a later one "
                     "over the same loader had begun: only one at a time can train"
                 )
+            if job.iterations.must_reissue(current):
+                continue
             if current.training:
                 job.iterations.commit_zipped(current)
             current.advance(span.stop)
@@ -360,8 +361,8 @@ class AdaptiveDataLoader(SizedLoader):
         return (math.floor((epoch.began.progress + 1e-6) / per_epoch) + 1) * per_epoch
 
     def _by_progress(self) -> bool:
-        model = current_job().model
-        return model is not None and model.rule.clock == "progress"
+        trained = current_job().trained
+        return trained is not None and trained.rule.clock == "progress"
 
     def _step(self, job: Job, current: Iteration, span: range, batch_size: int) -> Iterator[Any]:
         training, self._iteration = current.training, current
@@ -393,7 +394,7 @@ class AdaptiveDataLoader(SizedLoader):
                 # This replica's part of the step, once more and in smaller pieces.
                 limit, self._failed = max(1, count // 2), None
                 index, rest = 0, mine
-        if job.model is None:
+        if job.trained is None:
             self._sizes.count_step(**common)
 
     def _hand_out(self, job: Job, current: Iteration, batch: Any, count: int, **facts: Any) -> Any:

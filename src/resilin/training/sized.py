@@ -140,7 +140,7 @@ class SizedLoader:
             yield
         except torch.OutOfMemoryError as error:
             size = self._current_samples
-            if job.model is None or size < 2 or not job.model.drop_step():
+            if job.trained is None or size < 2 or not job.trained.drop_step():
                 raise
             self._failed = str(error).partition("\n")[0]
         if self._failed is None:

@@ -53,6 +53,8 @@ class Iteration:
     """The split of that step."""
     handed_out_at: int | None = None
     """Steps committed when the last micro-batch of the current step was handed out."""
+    failed_at: int | None = None
+    """Steps committed when its current step failed; None if that has not failed."""
     closed: bool = False
     """Whether it is over: exhausted, left, or superseded by a later one."""
     enclosing: dict[str, int] = field(default_factory=dict)
@@ -107,7 +109,30 @@ class Iterations:
         """Makes this the micro-batch that the loop works on."""
         iteration.micro_batch = micro_batch
         iteration.handed_out_at = self._timeline.clock.steps if micro_batch.last else None
+        iteration.failed_at = None
         self.current = iteration
+
+    def fail(self) -> bool:
+        """Marks the current step as failed, in all iterations that handed out a part of it.
+
+        Returns:
+            Whether there are any, which will issue it again.
+        """
+        steps = self._timeline.clock.steps
+        parts = [each for each in self.training if each.handed_out_at == steps]
+        if self.current is not None and self.current.moves and self.current not in parts:
+            parts.append(self.current)
+        for each in parts:
+            each.failed_at = steps
+        return bool(parts)
+
+    def must_reissue(self, iteration: Iteration) -> bool:
+        """Whether the current step of an iteration failed, and no other was committed since.
+
+        An outer loop handed its batch out before the inner steps: it is used once one of these was
+        committed.
+        """
+        return iteration.failed_at == self._timeline.clock.steps
 
     def commit(self) -> None:
         """Moves the cursor past the current step.

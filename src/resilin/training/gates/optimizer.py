@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -49,8 +49,12 @@ class StepOwner(Protocol):
         """Asked by `scheduler.step`: whether the body works on a step that is incomplete."""
         ...
 
-    def stepping(self) -> AbstractContextManager[None]:
-        """Surrounds the real step."""
+    def make_step(self, own: Callable[[], Any]) -> Any:
+        """Makes the step with the optimizer's own method, or refuses to.
+
+        Returns:
+            The result of that method; None if it was not called.
+        """
         ...
 
 
@@ -91,8 +95,7 @@ class Gate:
                     loss = closure()
             if gate._owner.step_waits():
                 return loss
-            with gate._owner.stepping():
-                result = gate._step(**kwargs)
+            result = gate._owner.make_step(functools.partial(gate._step, **kwargs))
             return result if closure is None else loss
 
         # Schedulers look for this mark and warn if a later gate hides it.
@@ -248,8 +251,7 @@ class _EveryFew:
     def gradient_waits(self) -> bool:
         return self._calls > 0
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
+    def make_step(self, own: Callable[[], Any]) -> Any:
         grads = [
             parameter.grad
             for group in self._optimizer.param_groups
@@ -258,7 +260,7 @@ class _EveryFew:
         ]
         multiply_all(grads, 1 / self._steps)
         self._calls = 0
-        yield
+        return own()
 
 
 def accumulate(optimizer: Optimizer, steps: int) -> Optimizer:

@@ -46,8 +46,12 @@ class ScaledOwner(Protocol):
         """Surrounds changes of the gradient."""
         ...
 
-    def end_step(self) -> None:
+    def skip_step(self) -> None:
         """The scaler skipped the step."""
+        ...
+
+    def step_failed(self) -> bool:
+        """Whether the last step failed, so that it is issued again."""
         ...
 
 
@@ -81,11 +85,14 @@ class ScalerGate:
             if owner.step_pending():
                 # The gradient was not finite: the optimizer was never called. The samples are
                 # used up, but neither clock nor noise count them.
-                owner.end_step()
+                owner.skip_step()
             return result
 
         def update(*args: Any, **kwargs: Any) -> None:
-            if not waited:
+            if owner.step_failed():
+                # It is issued again: neither its scale nor what it has unscaled counts.
+                own["update"](scaler.get_scale())
+            elif not waited:
                 own["update"](*args, **kwargs)
 
         vars(scaler).update(unscale_=unscale_, step=step, update=update)

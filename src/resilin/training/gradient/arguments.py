@@ -13,19 +13,24 @@ from resilin.compat.torch_names import (
     is_compiled,
     splits_graph_by_buckets,
 )
-from resilin.training.job import current_job
 
 _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 
-def check_model(model: nn.Module, ddp_kwargs: dict[str, Any]) -> None:
-    """Refuses what cannot be trained."""
+def check_model(model: nn.Module, ddp_kwargs: dict[str, Any], *, taken: bool) -> None:
+    """Refuses what cannot be trained.
+
+    Args:
+        model: The module to train.
+        ddp_kwargs: Arguments for DistributedDataParallel.
+        taken: Whether the job trains a model already.
+    """
     if unknown := set(ddp_kwargs) - set(_DDP_ARGUMENTS):
         raise TypeError(
             f"unknown argument {', '.join(sorted(unknown))}: neither AdaptiveDataParallel nor "
             "DistributedDataParallel takes it"
         )
-    if current_job().model is not None:
+    if taken:
         raise ValueError(
             "the job has an AdaptiveDataParallel already, and one is all it can train: call "
             "release() on it, or resilin.reset_job() to begin another job"

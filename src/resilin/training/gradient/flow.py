@@ -6,22 +6,26 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from resilin.engine.base import Engine
+from resilin.training.data.iteration import Iterations
 from resilin.training.gates.scaler import calling_scaler
 from resilin.training.gradient import refusals
 from resilin.training.gradient.records import Part, StepStart
 from resilin.training.gradient.step import StepGradient
 from resilin.training.gradient.tensors import tensors_in
-from resilin.training.job import Job
-from resilin.training.lifecycle import begin_step
 from resilin.training.records import MicroBatch
+from resilin.training.timeline import Timeline
 
 
 class StepFlow:
     """Follows the calls of a user's loop through one step after another.
 
     Args:
-        job: The job; its loader says which micro-batch is at hand.
         gradient: The gradient of the step.
+        iterations: The micro-batch that the loop works on.
+        engine: Who is in the job.
+        timeline: The clock of the job.
+        begin_step: Called before a step of a loader that is not one of resilin's.
         start: Tells what is known of a step when it begins with this micro-batch.
         left: Called when the loop has left a step: it is over, and was not made.
         knows_scaler: Whether the user has handed over a GradScaler.
@@ -29,15 +33,21 @@ class StepFlow:
 
     def __init__(
         self,
-        job: Job,
         gradient: StepGradient,
+        iterations: Iterations,
+        engine: Engine,
+        timeline: Timeline,
         *,
+        begin_step: Callable[[], None],
         start: Callable[[Part], StepStart],
         left: Callable[[], None],
         knows_scaler: bool,
     ) -> None:
-        self._job = job
         self._gradient = gradient
+        self._iterations = iterations
+        self._engine = engine
+        self._timeline = timeline
+        self._begin_step = begin_step
         self._start = start
         self._left = left
         self._knows_scaler = knows_scaler
@@ -50,7 +60,7 @@ class StepFlow:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before each forward pass in training."""
-        gradient, micro = self._gradient, self._job.micro_batch
+        gradient, micro = self._gradient, self._iterations.micro_batch
         if micro is not None:
             if not micro.training:
                 raise RuntimeError(refusals.EVALUATION)
@@ -61,7 +71,7 @@ class StepFlow:
         if gradient.part is not None and not gradient.trained:
             gradient.add_call(weight)
         elif gradient.part is None or gradient.result is not None:
-            begin_step(self._job)
+            self._begin_step()
             part = Part(weight=weight, samples=round(weight), last=True, total=None)
             gradient.begin(part, self._start(part))
 
@@ -103,7 +113,7 @@ class StepFlow:
         if gradient.pending or gradient.part is None:
             return gradient.pending
         # Nothing was trained so far, but micro-batches or other replicas have it to come.
-        elsewhere = not gradient.part.last or self._job.engine.num_replicas > 1
+        elsewhere = not gradient.part.last or self._engine.num_replicas > 1
         return elsewhere and not gradient.returned
 
     def step_waits(self) -> bool:
@@ -114,7 +124,7 @@ class StepFlow:
         Raises:
             RuntimeError: There is no gradient, or it was changed.
         """
-        gradient, micro = self._gradient, self._job.micro_batch
+        gradient, micro = self._gradient, self._iterations.micro_batch
         if gradient.result is not None and gradient.result.skipped:
             return True
         left_out = micro is not None and micro.training and micro.number != self._seen
@@ -151,7 +161,7 @@ class StepFlow:
 
     def ended(self) -> None:
         """The step is over: made, skipped or left."""
-        micro = self._job.micro_batch
+        micro = self._iterations.micro_batch
         self._over = None if micro is None else micro.number
 
     def close(self, asked_by: object) -> None:
@@ -166,16 +176,16 @@ class StepFlow:
         Raises:
             RuntimeError: The gradient of the last step is complete, and was not used.
         """
-        job, gradient = self._job, self._gradient
+        iterations, gradient = self._iterations, self._gradient
         if gradient.complete:
             raise RuntimeError(refusals.NOT_STEPPED)
         if gradient.result is not None:
             warnings.warn(refusals.LEFT_BY_ANOTHER, stacklevel=2)
             self._left()
             return
-        if asked_by is not None and job.iteration not in (None, asked_by):
+        if asked_by is not None and iterations.current not in (None, asked_by):
             return  # Of nested or zipped loops, another one says what is trained on.
-        micro, replicas = job.micro_batch, job.engine.num_replicas
+        micro, replicas = iterations.micro_batch, self._engine.num_replicas
         if micro is None or not self._left_out(micro) or (replicas == 1 and not gradient.pending):
             if gradient.pending:
                 warnings.warn(refusals.LEFT, stacklevel=2)
@@ -183,7 +193,7 @@ class StepFlow:
             self._over = None if micro is None else micro.number
             return
         warnings.warn(
-            f"replica {job.engine.replica} of {replicas} left the last micro-batch of a step "
+            f"replica {self._engine.replica} of {replicas} left the last micro-batch of a step "
             "without a backward pass: no replica makes this step, and its samples do not count",
             stacklevel=2,
         )
@@ -194,7 +204,7 @@ class StepFlow:
 
     def _left_out(self, micro: MicroBatch) -> bool:
         """Whether a last micro-batch was handed out to train on, and no step has ended since."""
-        iteration = self._job.iteration
+        iteration = self._iterations.current
         at = None if iteration is None else iteration.handed_out_at
-        made = at is not None and self._job.clock.steps > at
+        made = at is not None and self._timeline.clock.steps > at
         return micro.training and micro.last and micro.number != self._over and not made

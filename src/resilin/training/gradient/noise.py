@@ -5,10 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from resilin.core.noise import Noise, NoiseAverage, NoiseSample, default_horizon
 from resilin.training.gradient.norms import MeasureSchedule
+
+
+class Mark(NamedTuple):
+    """The estimates at one moment."""
+
+    averages: list[NoiseAverage] | None
+    unmeasured: float
+    interval: int
 
 
 class NoiseEstimates:
@@ -85,6 +93,14 @@ class NoiseEstimates:
             for average, sample in zip(self._averages, samples, strict=True)
         ]
         self._unmeasured = 0.0
+
+    def mark(self) -> Mark:
+        """The present averages and interval, to go back to."""
+        return Mark(self._averages, self._unmeasured, self.schedule.interval)
+
+    def go_back(self, mark: Mark) -> None:
+        """Forgets what was taken in since this mark."""
+        self._averages, self._unmeasured, self.schedule.interval = mark
 
     def state_dict(self) -> dict[str, Any]:
         """Averages and schedule, for checkpoints."""

@@ -124,7 +124,8 @@ class MeasureSchedule:
         self._every = every
         self._budget = self.BUDGET if budget is None else budget
         _validate.real("stats_budget", self._budget, above=0)
-        self._interval = 1 if every == "auto" else int(every)
+        self.interval = 1 if every == "auto" else int(every)
+        """Steps from one measurement to the next."""
         self._since = 0
         self._measured = 0
 
@@ -136,7 +137,7 @@ class MeasureSchedule:
     def due(self) -> bool:
         """Whether the step that begins now is to be measured."""
         return self._measured < (self.FIRST if self._every == "auto" else 1) or (
-            self._since + 1 >= self._interval
+            self._since + 1 >= self.interval
         )
 
     def committed(self, *, measured: bool) -> None:
@@ -152,14 +153,14 @@ class MeasureSchedule:
         """
         if self._every == "auto" and self._measured >= self.FIRST // 2:
             wanted = cost / self._budget
-            self._interval = max(1, min(self.LONGEST, round(wanted + 0.5)))
+            self.interval = max(1, min(self.LONGEST, round(wanted + 0.5)))
 
     def state_dict(self) -> dict[str, int]:
         """How far the schedule is, for checkpoints."""
-        return {"interval": self._interval, "since": self._since, "measured": self._measured}
+        return {"interval": self.interval, "since": self._since, "measured": self._measured}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Takes over what `state_dict` returned; a fixed interval stays that of this run."""
         if self._every == "auto":
-            self._interval = int(state["interval"])
+            self.interval = int(state["interval"])
         self._since, self._measured = int(state["since"]), int(state["measured"])

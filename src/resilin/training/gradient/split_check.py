@@ -95,7 +95,7 @@ def check_split(
         RuntimeError: There is no model, or it is not in training mode.
     """
     model = current_job().model
-    if not isinstance(model, nn.Module):
+    if model is None:
         raise RuntimeError("check_split() needs an AdaptiveDataParallel, which was not made yet")
     if not model.training:
         raise RuntimeError("check_split() needs the model in training mode: call model.train()")

@@ -22,20 +22,21 @@ def read_out(prefix: str = PREFIX) -> dict[str, float]:
         measured. Empty before the first step of the job.
     """
     job = current_job()
-    model = job.model
-    if model is None or not job.clock.steps:
+    trained = job.trained
+    if trained is None or not job.clock.steps:
         return {}
+    scaled = trained.scaling.last
     values: dict[str, float] = {
         "replicas": job.engine.num_replicas,
         "samples": job.clock.samples,
         "progress": job.clock.progress,
-        "scale": model.scale,
-        "gain": model.gain,
-        "lr_factor": model.factors[0].lr,
+        "scale": scaled.scale,
+        "gain": scaled.gain,
+        "lr_factor": scaled.factors[0].lr,
     }
     if job.timeline.last_step is not None:
         values["batch_size"], values["accumulation_steps"] = job.timeline.last_step
-    noise = model.sample_noise
+    noise = trained.scaling.sample_noise
     # An estimate of a squared norm may be 0 or less: then there is no signal to compare with.
     if noise is not None and noise.sqr_norm > 0:
         values["noise_scale"] = noise.trace / noise.sqr_norm

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from resilin import __version__
 from resilin.core import events
@@ -28,8 +29,9 @@ from resilin.engine import environment, overrides
 from resilin.telemetry.log import EventLog
 from resilin.telemetry.read import last_event
 from resilin.training.events import Stamp
-from resilin.training.job import Job, TrainedModel
+from resilin.training.job import Job
 from resilin.training.records import Number
+from resilin.training.sizing.scaling import Scaled, StepScaling
 
 SHARE = 0.005
 """Part of the time that telling of steps may take."""
@@ -42,7 +44,9 @@ LONGEST = 10.0
 class _Committed(NamedTuple):
     """A step that is to be told of, as soon as its loop body is over."""
 
-    model: TrainedModel
+    scaling: StepScaling
+    scaled: Scaled
+    optimizer: str
     samples: int
     lr: float | None
     time: float
@@ -69,7 +73,7 @@ class Recorder:
         self._told_seconds = 0.0
         self._told_at = 0.0
         self._first = job.engine.replica == 0
-        self._began = self._step_began = time.perf_counter()
+        self._began = time.perf_counter()
         self._wanted = False
         self._open = False
         self._committed: _Committed | None = None
@@ -90,26 +94,31 @@ class Recorder:
 
     def step_begins(self) -> None:
         """The next step of training begins: is it to be told of?"""
-        now = self._step_began = time.perf_counter()
+        now = time.perf_counter()
         self._open = True
         within = self._told_seconds <= ALLOWANCE + SHARE * (now - self._began)
         overdue = now - self._told_at >= LONGEST
         self._wanted = self._first and self._job.is_heard and (within or overdue)
 
-    def committed(self, model: TrainedModel, samples: int) -> None:
-        """The optimizer has stepped."""
+    def committed(self, scaling: StepScaling, optimizer: Optimizer, samples: int) -> None:
+        """Takes in a step that was committed; it is reported when its loop body is over."""
         if self._wanted:
-            # The learning rate of this very step: the loop may step a scheduler behind it.
-            lr = model.optimizer.param_groups[0].get("lr")
+            # The learning rate of this very step: the loop may step a scheduler after it.
+            lr = optimizer.param_groups[0].get("lr")
             self._committed = _Committed(
-                model, samples, None if lr is None else float(lr), time.time()
+                scaling,
+                scaling.last,
+                type(optimizer).__name__,
+                samples,
+                None if lr is None else float(lr),
+                time.time(),
             )
 
     @property
     def in_step(self) -> bool:
         """Whether what the user records now belongs to a step."""
-        model = self._job.model
-        return self._open and model is not None and model.training
+        trained = self._job.trained
+        return self._open and trained is not None and trained.training
 
     def record(self, values: Mapping[str, Number]) -> None:
         """Takes in what the user records: with the step that is under way, or at once."""
@@ -144,7 +153,8 @@ class Recorder:
         if not self._introduced:
             self._introduced = True
             self._introduce(committed)
-        self._job.emit(self._step(committed, recorded, now - self._step_began))
+        seconds = self._job.timer.body or 0.0
+        self._job.emit(self._step(committed, recorded, seconds))
         self._told_seconds += clock() - began
         self._told_at = now
 
@@ -154,14 +164,14 @@ class Recorder:
         recorded: Mapping[str, list[tuple[Number, float]]],
         seconds: float,
     ) -> events.StepEvent:
-        job, (model, samples, lr, when) = self._job, committed
+        job, scaled, samples = self._job, committed.scaled, committed.samples
         replicas = job.engine.num_replicas
-        noise = model.sample_noise
+        noise = committed.scaling.sample_noise
         metrics = {name: _mean(pairs) for name, pairs in recorded.items()}
         current = job.iterations.current
         plan = None if current is None else current.plan
         return events.StepEvent(
-            time=when,
+            time=committed.time,
             step=job.clock.steps,
             generation=job.engine.generation,
             epoch=job.epoch,
@@ -171,10 +181,10 @@ class Recorder:
             accumulation_steps=1 if plan is None else plan.steps,
             samples=job.clock.samples,
             progress=job.clock.progress,
-            scale=model.scale,
-            gain=model.gain,
-            lr_factor=model.factors[0].lr,
-            lr=lr,
+            scale=scaled.scale,
+            gain=scaled.gain,
+            lr_factor=scaled.factors[0].lr,
+            lr=committed.lr,
             sqr_norm=None if noise is None else noise.sqr_norm,
             trace=None if noise is None else noise.trace,
             seconds=seconds,
@@ -186,7 +196,7 @@ class Recorder:
 
     def _introduce(self, committed: _Committed) -> None:
         """Tells what is trained, before the first step is told of."""
-        job, (model, samples, _, when) = self._job, committed
+        job, when, rule = self._job, committed.time, committed.scaling.rule
         engine, reference = job.engine, job.reference
         # Told late: the first step has been made since.
         common: Stamp = {**job.stamp(), "time": when, "step": job.clock.steps - 1}
@@ -205,14 +215,14 @@ class Recorder:
         job.emit(
             events.StartEvent(
                 **common,
-                reference=round(samples / model.scale)
+                reference=round(committed.samples / committed.scaled.scale)
                 if reference is None
                 else reference.batch_size,
                 replicas=engine.num_replicas,
                 hosts=engine.num_hosts,
-                rule=rule_name(model.rule),
-                clock=model.rule.clock,
-                optimizer=type(model.optimizer).__name__,
+                rule=rule_name(rule),
+                clock=rule.clock,
+                optimizer=committed.optimizer,
                 total_steps=job.total_steps,
                 steps_per_epoch=None if reference is None else reference.steps_per_epoch,
                 resumed=bool(resumed),
@@ -245,6 +255,8 @@ class Recorder:
     def close(self) -> None:
         """Tells of the last step, and writes out what is in the buffer of the log."""
         atexit.unregister(self.close)
+        if self._committed is not None:
+            self._job.timer.end()
         self.step_over()
         self._job.events.log = None
         if self._log is not None:

@@ -49,7 +49,7 @@ def hints(max_replicas: int = 64) -> dict[str, Any]:
             "there is nothing to tell before an AdaptiveDataLoader with autoscale_batch_size() has "
             "begun to train"
         )
-    noise = None if job.model is None else job.model.sample_noise
+    noise = None if job.trained is None else job.trained.scaling.sample_noise
     bounds: BatchBounds = autoscaler.bounds
     observed = autoscaler.profile.observations()
     model = fit(observed).model if observed else None

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-import torch
-
 from resilin.telemetry.progress import Display
 from resilin.training.job import Job, current_job
 from resilin.training.loader import AdaptiveDataLoader
@@ -50,7 +48,7 @@ class _Pass:
     def __init__(self, job: Job, loader: AdaptiveDataLoader) -> None:
         self._job = job
         self._loader = loader
-        self._trains = job.model is not None and job.model.training and torch.is_grad_enabled()
+        self._trains = job.trained is not None and job.trained.trains
         self._seen = 0
         self._base: float | None = None
 
@@ -67,9 +65,9 @@ class _Pass:
             steps = self._seen * replicas / loader.batch_size
             display.update(progress=min(steps, display.total_steps), replicas=replicas)
             return
-        assert job.model is not None
+        assert job.trained is not None
         clock = job.clock
-        steps = clock.progress if job.model.rule.clock == "progress" else clock.sample_steps
+        steps = clock.progress if job.trained.rule.clock == "progress" else clock.sample_steps
         # The loader tells the job of its reference run with the first step.
         known = None if job.timeline.reference is None else job.timeline.reference.steps_per_epoch
         per_epoch = known or len(loader)
@@ -85,5 +83,5 @@ class _Pass:
             else f"{job.epoch + 1}/{job.timeline.total_epochs}",
             batch_size=loader.current_batch_size,
             replicas=replicas,
-            gain=job.model.gain if clock.steps else None,
+            gain=job.trained.scaling.last.gain if clock.steps else None,
         )

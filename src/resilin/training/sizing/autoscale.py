@@ -103,7 +103,8 @@ class Autoscaler:
             proposed, explores = float(self._proposed.batch_size), float(self._proposed.explores)
         if self._ran is None:
             return proposed, explores, 0.0, 0.0, 0.0
-        sync = 0.0 if self._job.model is None else self._job.model.sync_seconds() or 0.0
+        trained = self._job.trained
+        sync = 0.0 if trained is None else trained.gradient.sync.seconds() or 0.0
         return proposed, explores, 1.0, self._ran[1], sync
 
     def counted(self, votes: tuple[float, ...]) -> None:
@@ -149,7 +150,7 @@ class Autoscaler:
         before = self.batch_size
         decision = replace(self._tuner, bounds=self.bounds).decide(
             profile=self._profile,
-            noise=None if job.model is None else job.model.sample_noise,
+            noise=None if job.trained is None else job.trained.scaling.sample_noise,
             hosts=engine.num_hosts,
             replicas=engine.num_replicas,
             batch_size=before,

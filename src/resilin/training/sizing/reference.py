@@ -5,20 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from resilin.core.clock import ClockName, Reference
-from resilin.training.job import Job
+from resilin.training.timeline import Timeline
 
 
 class ReferenceBatch:
     """The batch that the learning rate was tuned for, as the loader or the model was told.
 
     Args:
-        job: The job; its reference is that of the `AdaptiveDataLoader` that trains.
+        timeline: The clock of the job, and the reference of the `AdaptiveDataLoader` that trains.
         batch_size: What the model was told; None if it leaves that to the loader.
         tokens_per_step: Tokens in one reference step, if they are counted.
     """
 
-    def __init__(self, job: Job, batch_size: int | None, tokens_per_step: float | None) -> None:
-        self._job = job
+    def __init__(
+        self, timeline: Timeline, batch_size: int | None, tokens_per_step: float | None
+    ) -> None:
+        self._timeline = timeline
         self._batch_size = batch_size
         self._tokens_per_step = tokens_per_step
 
@@ -31,7 +33,7 @@ class ReferenceBatch:
         Raises:
             ValueError: Nobody has said it, or model and loader contradict each other.
         """
-        known = self._job.reference
+        known = self._timeline.reference
         if known is not None:
             if self._batch_size not in (None, known.batch_size):
                 raise ValueError(
@@ -48,17 +50,17 @@ class ReferenceBatch:
 
     def per_sample(self) -> float:
         """Mean weight of a sample so far."""
-        clock = self._job.clock
+        clock = self._timeline.clock
         return clock.tokens / clock.samples if clock.samples else 1.0
 
     def of_clock(self) -> Reference:
         """The reference run, as clocks need it."""
-        known = self._job.reference or Reference(round(self.weight(1.0)))
+        known = self._timeline.reference or Reference(round(self.weight(1.0)))
         return replace(known, tokens_per_step=self._tokens_per_step)
 
     def read(self, clock: ClockName) -> float:
         """Reading of a clock of the job, in reference steps."""
-        return self._job.clock.read(clock, self.of_clock())
+        return self._timeline.clock.read(clock, self.of_clock())
 
     def schedule_end(self, before: float) -> float | None:
         """Where a schedule must not be stepped past, in reference steps; None if unknown.
@@ -69,6 +71,6 @@ class ReferenceBatch:
         Args:
             before: Reading of the schedule's clock before the step.
         """
-        if self._job.total_steps is not None:
-            return self._job.total_steps
+        if self._timeline.total_steps is not None:
+            return self._timeline.total_steps
         return self.of_clock().epoch_end(before)

@@ -218,8 +218,6 @@ class Recovery:
         now = time.monotonic()
         self._step_seconds = now - self._boundary_time
         stop, save, step_seconds, keep_seconds, failed = votes or (0.0, 0.0, 0.0, 0.0, 1.0)
-        if not self._engine.all_committed():
-            return
         self._job.registry.warn_of_unclaimed()
         if self._checkpoints is not None and self._checkpoints.is_done:
             self._end_save()
