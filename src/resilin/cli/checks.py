@@ -17,7 +17,7 @@ import tempfile
 
 from resilin.cli.finding import Finding, Options, installed
 
-MIN_VERSIONS = {"torch": (2, 6), "numpy": (1, 26)}
+MIN_VERSIONS = {"torch": (2, 13), "numpy": (1, 26)}
 """The packages that are needed, and from which version on."""
 MIN_OPEN_FILES = 4096
 """Workers of data loaders pass tensors as open files, a few for each batch on its way."""

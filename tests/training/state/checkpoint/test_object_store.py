@@ -11,11 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from resilin.training.state.checkpoint import CheckpointError, Checkpoints, CorruptCheckpoint
 from resilin.training.state.snapshot import Snapshot, Version
 from tests.training.state.checkpoint.snapshots import assert_same, snapshot
+
+try:
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader
+except ImportError:  # torch 2.13
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 BUCKET = "resilin-test"
 
