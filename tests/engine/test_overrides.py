@@ -13,6 +13,8 @@ from resilin.core.rules import PowerRule, get_rule
 from resilin.core.trace import TraceError
 from resilin.engine import overrides
 
+pytestmark = pytest.mark.usefixtures("fresh_job")
+
 NUM = 300
 
 SLOW = PowerRule(0.25)
