@@ -198,9 +198,8 @@ def test_the_tree_may_outgrow_its_room(directory):
 
 def run(code, *arguments, timeout=60):
     """Runs code that has the helpers of this module, in a process of its own."""
-    source = Path(__file__)
-    preamble = f"import sys\nsys.path.insert(0, {str(source.parents[2])!r})\n"
-    preamble += "from tests.training.test_memory import *\n"
+    root = Path(__file__).parents[__name__.count(".")]
+    preamble = f"import sys\nsys.path.insert(0, {str(root)!r})\nfrom {__name__} import *\n"
     return subprocess.run(
         [sys.executable, "-c", preamble + textwrap.dedent(code), *map(str, arguments)],
         timeout=timeout,
