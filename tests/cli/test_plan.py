@@ -27,7 +27,7 @@ def test_the_table_of_256_over_64(capsys):
         "       8           32             1           32     0   12.5%   100.0%",
         "     300            1             1          0-1    44    0.4%    85.3%",
         "",
-        "Each row is the same step: 256 samples, one mean gradient of them.",
+        "Every row is the same step: 256 samples and their mean gradient.",
     ]
 
 

@@ -56,4 +56,4 @@ def test_a_lost_replica_is_a_line_and_any_other_error_a_traceback(
     sys.excepthook(RuntimeError, peer, None)
     sys.excepthook(RuntimeError, own, None)
     assert shown == ([own] if brief else [peer, own])
-    assert ("replica 3 has lost another one (Read error" in caplog.text) == brief
+    assert ("replica 3 lost its connection to a peer (Read error" in caplog.text) == brief

@@ -63,7 +63,7 @@ def watching(engine, peers):
     return abandoned.watch, abandoned
 
 
-GONE = ("another worker of this host is gone", False)
+GONE = ("another worker on this machine is gone", False)
 
 
 @pytest.mark.parametrize("reaped", [True, pytest.param(False, marks=linux)])
@@ -210,5 +210,5 @@ def test_a_worker_that_waits_for_a_dead_peer_goes_when_it_is_told_to(peer):
     finally:
         worker.kill()
         worker.wait(10)
-    assert output == "another worker of this host is gone False\n"
+    assert output == "another worker on this machine is gone False\n"
     assert worker.returncode == 128 + signal.SIGTERM

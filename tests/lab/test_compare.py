@@ -289,7 +289,7 @@ def test_a_loss_of_steps_is_the_mean_of_the_last_tenth(place, pretend, capsys):
         (["--rules=fast", "--trace=t.csv"], "rule ('fast') must be one of"),
         (["--rules=legw", "--trace=t.csv"], "rule 'legw' with parameters {}"),
         (["--rules=linear,linear", "--trace=t.csv"], "rule 'linear' is there twice"),
-        (["--rules=linear", "--trace=t.csv", "--trace=./t.csv"], "two traces are called 't'"),
+        (["--rules=linear", "--trace=t.csv", "--trace=./t.csv"], "two traces are named 't'"),
         (["--rules=linear", "--trace=u.csv"], "local_bsz (None)"),
         (["--rules=linear", "--trace=reference.csv"], "must not be 'reference'"),
         (["--rules=linear", "--trace=none.csv"], "none.csv: No such file"),

@@ -162,14 +162,14 @@ def test_the_exit_code_is_that_of_the_script(place, code, expected):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["batches.csv", "--processes", "script.py"], "--processes is for capacity traces"),
-        (["batches.csv", "--local-bsz=8", "script.py"], "--local-bsz is for capacity traces"),
+        (["batches.csv", "--processes", "script.py"], "only for capacity traces: --processes"),
+        (["batches.csv", "--local-bsz=8", "script.py"], "only for capacity traces: --local-bsz"),
         (["spot.csv", "script.py"], "give --local-bsz and --step-seconds"),
         (["spot.csv", "--local-bsz=8", "script.py"], "give --local-bsz and --step-seconds"),
-        (["spot.csv", "--processes", "--replicas=2", "script.py"], "--replicas has no meaning"),
+        (["spot.csv", "--processes", "--replicas=2", "script.py"], "have no meaning: --replicas"),
         (
             ["spot.csv", "--local-bsz=8", "--step-seconds=1", "--speed=2", "script.py"],
-            "--speed is for --processes",
+            "--speed needs --processes",
         ),
         (["spot.csv", "--end=never", "script.py"], "invalid choice"),
     ],

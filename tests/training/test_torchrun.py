@@ -104,7 +104,7 @@ def test_a_killed_worker_costs_no_completed_step(tmp_path, expected, warm):
         assert began >= done - 1
         assert process.wait(timeout=60) == 0, (tmp_path / "log").read_text()
     log = (tmp_path / "log").read_text()
-    assert f"2 replicas go on from step {began} (memory)" in log
+    assert f"resumed 2 replicas at step {began} from memory" in log
     assert_same(json.loads((tmp_path / "result-1").read_text()), expected)
     # A job that is done gives its memory back.
     assert list((tmp_path / "memory").iterdir()) == []

@@ -82,7 +82,7 @@ class Watch:
             if deadline is None:
                 deadline = time.monotonic() + self._engine.grace
             if any(process_gone(peer.pid, peer.started) for peer in self._peers):
-                self._abandon("another worker of this host is gone", False)
+                self._abandon("another worker on this machine is gone", False)
             if time.monotonic() > deadline:
                 self._abandon(f"no step ended within {self._engine.grace:g} s", True)
             self._closed.wait(URGENT)

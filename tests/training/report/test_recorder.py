@@ -233,7 +233,7 @@ def test_a_job_with_local_checkpoints_writes_beside_them(tmp_path, monkeypatch):
     saved = of(CheckpointEvent, events)
     assert saved[-1].step == 6
     assert all(event.action == "saved" and event.num_bytes > 0 for event in saved)
-    # The next process goes on from there, and says so.
+    # The next process resumes there, and reports it.
     model, optimizer, loader = make()
     resilin.checkpoint_to(tmp_path)
     train(model, optimizer, loader, epochs=2)
@@ -242,7 +242,7 @@ def test_a_job_with_local_checkpoints_writes_beside_them(tmp_path, monkeypatch):
     (rescale,) = of(RescaleEvent, events)
     assert (rescale.step, rescale.generation) == (6, 1)
     assert (rescale.replicas_before, rescale.replicas) == (1, 1)
-    assert rescale.reason == "goes on from step 6 (checkpoint)"
+    assert rescale.reason == "resumed at step 6 (checkpoint)"
     assert rescale.seconds > 0
     assert [start.resumed for start in of(StartEvent, events)] == [False, True]
     assert [step.step for step in of(StepEvent, events)] == list(range(1, 13))

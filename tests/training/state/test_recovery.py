@@ -161,7 +161,7 @@ def test_a_failing_checkpoint_does_not_stop_the_training(tmp_path, caplog):
     # Else a slow save might last from before the directory went until it is back.
     job.train(2, on_step, before_step=wait_for_thread)
     assert job.model.clock.steps == 14
-    assert "a checkpoint failed; training goes on" in caplog.text
+    assert "a checkpoint failed; training continues" in caplog.text
     assert Checkpoints(folder).commits()[0].version.step == 14
 
 

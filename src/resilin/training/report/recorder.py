@@ -208,7 +208,7 @@ class Recorder:
                     **common,
                     replicas_before=before,
                     replicas=engine.num_replicas,
-                    reason=f"goes on from {resumed}",
+                    reason=f"resumed at {resumed}",
                     seconds=None if self._before is None else max(0.0, when - self._before),
                 )
             )

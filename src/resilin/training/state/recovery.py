@@ -125,12 +125,11 @@ class Recovery:
             replicas = f"{engine.num_replicas} replica{'s' if many else ''}"
             if snapshot is None:
                 step = self._job.clock.steps
-                logger.info("%s begin%s at step %d", replicas, "" if many else "s", step)
+                logger.info("started %s at step %d", replicas, step)
             else:
                 logger.info(
-                    "%s %s on from step %d (%s), restored in %.2f s",
+                    "resumed %s at step %d from %s (restored in %.2f s)",
                     replicas,
-                    "go" if many else "goes",
                     snapshot.version.step,
                     source,
                     time.monotonic() - began,
@@ -257,16 +256,18 @@ class Recovery:
             # How far the last checkpoint is back is no news; that copies do not fit was a warning.
             return
         if steps == 0:
-            logger.info("a lost worker costs no completed step: each is copied to memory")
+            logger.info("a lost worker costs no completed step: every step is copied to memory")
         elif self._settings.memory_every == "auto":
             logger.info(
-                "a lost worker costs at most %d completed step(s): a memory copy of each would "
-                "take more than %g%% of the time (memory_every=1 does it all the same)",
+                "a lost worker costs at most %d completed step(s): copying every step to memory "
+                "would take more than %g%% of the time (memory_every=1 forces it)",
                 steps,
                 100 * MEMORY_BUDGET,
             )
         else:
-            logger.info("a lost worker costs at most %d completed step(s), by memory_every", steps)
+            logger.info(
+                "a lost worker costs at most %d completed step(s), as set by memory_every", steps
+            )
 
     # Checkpoints ---------------------------------------------------------------------------
 
@@ -287,7 +288,7 @@ class Recovery:
         try:
             self._tell_saved(self._checkpoints.wait())
         except CheckpointError as error:
-            logger.error("a checkpoint failed; training goes on: %s", error)
+            logger.error("a checkpoint failed; training continues: %s", error)
             self._tell_failed(error)
             self._saved = None
 
@@ -358,7 +359,7 @@ class Recovery:
         """Called by another thread before this process is ended: its main thread may be stuck."""
         # Whoever copies into memory right now completes it first.
         self._copies.lock.acquire(timeout=10)
-        logger.warning("replica %d ends: %s", self._engine.replica, reason)
+        logger.warning("replica %d exits: %s", self._engine.replica, reason)
         try:
             if deadline_passed and self._engine.replica == 0:
                 self._save_memory()
