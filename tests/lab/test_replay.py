@@ -146,7 +146,7 @@ def test_a_script_that_does_not_train_with_resilin_is_refused(place, capfd):
     (place / "trace.csv").write_text("step,batchsize\n0,64\n")
     (place / "script.py").write_text("print('hello')")
     assert command.main(["trace.csv", "script.py"]) == 1
-    assert "resilin: the script did not take up the trace" in capfd.readouterr().err
+    assert "resilin: the script did not follow the trace" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
