@@ -246,7 +246,7 @@ def test_it_is_said_once_that_the_one_who_hangs_is_elsewhere(tmp_path, shows, ca
     workers = [shows(0, "WAITING")]
     watchdog = watch(tmp_path, workers, num_replicas=2)
     assert looks(watchdog, 30) is None
-    assert capsys.readouterr().err.count("wait for a replica of another agent") == 1
+    assert capsys.readouterr().err.count("wait for a worker of another agent") == 1
     assert looks(watchdog, 30)[1] == workers
 
 

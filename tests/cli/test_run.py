@@ -125,7 +125,7 @@ if restarts == "0":
     dead = worker.name.rpartition("-")[2]
     said = [line.removeprefix("resilin: ") for line in lines]
     assert said[0] == "writing events to run; to watch: resilin top run"
-    assert said[1].endswith("starts 2 workers in job job7")
+    assert said[1].endswith("starts 2 workers of job job7")
     assert said[2] == "2 workers on 1 agent; workers 0-1 run here"
     assert said[3].startswith(f"worker 1 (process {dead}) was killed by SIGKILL after ")
     assert said[4:] == [
@@ -409,4 +409,4 @@ def test_an_error_of_a_network_is_left_to_the_workers(tmp_path, monkeypatch, cap
     (tmp_path / "train.py").write_text("")
     arguments = ["--checkpoint-dir", "s3://bucket/a", str(tmp_path / "train.py")]
     preflight.check(options.parser().parse_args(arguments))
-    assert "workers will try (ConnectionError: no route)" in capsys.readouterr().err
+    assert "workers will try again (ConnectionError: no route)" in capsys.readouterr().err
