@@ -1,9 +1,9 @@
-"""Goodput: how fast a job learns at a batch size, and what more replicas would add.
+"""Goodput: learning speed of a job at a batch size, and the benefit of more replicas.
 
 Goodput is samples per second times statistical efficiency: progress, counted in samples of the
 reference batch, per second. The first factor comes from a `ThroughputModel`, the second from the
-noise of the gradient. Everything is asked over whole arrays at once, so that a tuner may try every
-batch size in each step, and a scheduler every number of replicas of every job.
+noise of the gradient. All functions take whole arrays, so that a tuner can evaluate every batch
+size in each step, and a scheduler every number of replicas of every job.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def efficiency(noise: Noise | None, batch_size: ArrayLike, reference: float) -> 
     """
     if noise is not None:
         return noise.efficiency(batch_size, reference)
-    # A gradient without noise is the worst case above the reference batch. Below it, noise is.
+    # The worst case is a gradient without noise above the reference batch, and pure noise below.
     return np.minimum(1.0, Noise(sqr_norm=1.0, trace=0.0).efficiency(batch_size, reference))
 
 
@@ -45,8 +45,8 @@ def goodput(
 ) -> Floats:
     """Reference samples per second: throughput times efficiency. All arrays broadcast.
 
-    It counts progress in the noise's own terms, so it holds where the learning rate follows the
-    gain; a fixed rate at a larger batch learns less.
+    Progress is computed from the noise, so it assumes that the learning rate follows the gain; a
+    fixed learning rate at a larger batch makes less progress.
     """
     seconds = model.step_seconds(hosts, replicas, local_bsz, accumulation_steps)
     count, local, steps = (
@@ -57,7 +57,7 @@ def goodput(
 
 
 class Candidate(NamedTuple):
-    """One way to run the next steps, and what it would bring."""
+    """One way to run the next steps, with its predicted goodput."""
 
     global_batch_size: int
     """Samples in the step, over all replicas."""
@@ -72,14 +72,14 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The best plan for one placement, and what it was chosen from."""
+    """The best plan for one placement, and the candidates."""
 
     plan: BatchPlan
     """The plan of the highest goodput."""
     goodput: float
     """Its predicted reference samples per second."""
     candidates: tuple[Candidate, ...]
-    """All that were compared, by global batch size."""
+    """All candidates, by global batch size."""
 
 
 def best_plan(
@@ -102,8 +102,8 @@ def best_plan(
         model: Step times.
         noise: Noise of the gradient now; None while it is unknown.
         reference: The reference batch size.
-        bounds: What the user allows. Something in it must limit the batch.
-        hosts: Machines that the replicas are on.
+        bounds: Bounds set by the user. They must limit the batch size.
+        hosts: Machines that the replicas run on.
         replicas: Data-parallel members.
         min_batch_size: Smallest global batch; None means the reference batch, or the largest one
             allowed if that is less.

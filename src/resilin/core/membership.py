@@ -1,9 +1,10 @@
-"""Who is in a job: one frozen record per generation, and the pure changes from one to the next.
+"""Membership of a job: one frozen record per generation, and pure transitions between them.
 
-A generation is a period with a fixed set of replicas. An engine says who is in by a `Roster` or by
-what its launcher tells each process; training only ever sees a `Membership`, which is the roster as
-one process sees it. All members of a generation compute the same roster from the same change, so
-nothing here has to be sent: survivors keep their order, joiners come last.
+A generation is a period with a fixed set of replicas. An engine knows the members from a `Roster`
+or from the environment that its launcher sets for each process; training only ever sees a
+`Membership`, which is the roster as one process sees it. All members of a generation compute the
+same roster from the same change, so nothing has to be sent: survivors keep their order, joiners
+come last.
 
 A replica is one data-parallel member: a process, or a sharded group of processes. So replicas and
 processes are two words and two numbers, and they are equal only where nothing is sharded.

@@ -1,9 +1,9 @@
-"""How one global batch is split into micro-batches, for any number of replicas.
+"""Plans: the split of one global batch into micro-batches, for any number of replicas.
 
 A plan is pure arithmetic over (global batch, replicas, local bounds). Every replica
-computes the same plan, so nothing has to be sent. Nothing has to divide: the sizes sum
+computes the same plan, so nothing has to be sent. Nothing has to be divisible: the sizes sum
 to the global batch, differ by at most one among equal replicas, and never exceed the
-stated maximum. What cannot be planned is a `ValueError` with both values in it.
+given maximum. An impossible plan is a `ValueError` with both values in it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from resilin.core import _validate
 
 
 class PlanError(ValueError):
-    """The bounds leave no way to split this global batch over this many replicas."""
+    """The bounds do not allow splitting this global batch over this many replicas."""
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -27,15 +27,15 @@ def _ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """How one global batch is split: per replica, a list of micro-batch sizes.
+    """The split of one global batch: per replica, a list of micro-batch sizes.
 
     Equal replicas run the same number of micro-batches whenever there are enough samples, so
     that they reach the reduction together; their micro-batch sizes differ by at most one. With
-    equal replicas each answer is closed-form: nothing of the size of the job is ever built.
-    `steps`, `batch_size` and `gpus` are what users of accumulation planners call these things.
+    equal replicas each answer is closed-form: nothing grows with the size of the job.
+    `steps`, `batch_size` and `gpus` are the names that other accumulation planners use.
 
     Raises:
-        PlanError: The bounds leave no way to split this batch over this many replicas.
+        PlanError: The bounds do not allow splitting this batch over this many replicas.
     """
 
     global_batch_size: int
@@ -43,7 +43,7 @@ class BatchPlan:
     replicas: int
     """Data-parallel members that share the batch."""
     max_local_bsz: int | None = None
-    """Largest micro-batch that fits on a replica; None means that anything fits."""
+    """Largest micro-batch that fits on a replica; None sets no limit."""
     min_local_bsz: int = 0
     """Smallest micro-batch worth running; 0 lets a replica go without samples."""
     gradient_accumulation: bool = True
@@ -51,8 +51,8 @@ class BatchPlan:
     speeds: tuple[float, ...] | None = None
     """Relative speed of each replica; None means that all are equal.
 
-    Shares then follow the speeds, while `stream.Ownership` deals positions out equally: such a
-    plan says how to split a batch, not yet who owns which position of the stream.
+    Shares then follow the speeds, while `stream.Ownership` distributes positions equally: such a
+    plan defines the split of a batch, but not yet who owns which position of the stream.
     """
 
     _shares: NDArray[np.int64] | None = field(init=False, repr=False, compare=False)
@@ -146,7 +146,7 @@ class BatchPlan:
 
     @property
     def steps(self) -> int:
-        """Gradient-accumulation steps: the most micro-batches that any replica runs."""
+        """Gradient-accumulation steps: the largest number of micro-batches of any replica."""
         return int(np.max(self._steps))
 
     @property
@@ -171,7 +171,7 @@ def _proportional(
 ) -> NDArray[np.int64]:
     """Whole shares in [lower, upper] that sum to `total` and follow `speed` where bounds allow."""
     # The sum of clip(rate * speed) grows with the rate, so bisection finds the rate that uses up
-    # the batch; `low` keeps the sum at or below it, so rounding down never hands out too much.
+    # the batch; `low` keeps the sum at or below it, so rounding down never assigns too much.
     low, high = 0.0, (total + 1.0) / float(speed.min())
     for _ in range(100):
         rate = (low + high) / 2
@@ -192,7 +192,7 @@ def _proportional(
 
 @dataclass(frozen=True, slots=True)
 class BatchBounds:
-    """What the user allows: a limit on the global batch and limits on each micro-batch.
+    """Bounds set by the user: a limit on the global batch and limits on each micro-batch.
 
     Examples:
         >>> bounds = BatchBounds(max_batch_size=1000, local_bsz_bounds=(100, 200))
@@ -236,7 +236,7 @@ class BatchBounds:
 
     @property
     def max_replicas(self) -> int | None:
-        """Most replicas that any allowed batch can occupy; None if nothing limits them."""
+        """Largest number of replicas that any allowed batch can occupy; None without a limit."""
         lower = self.local_bsz_bounds[0] if self.local_bsz_bounds else 0
         if self.max_batch_size is None or not lower:
             return None
@@ -289,7 +289,7 @@ class BatchBounds:
         )
 
     def possible_replicas(self, global_batch_size: int, among: Iterable[int]) -> list[int]:
-        """Those replica counts of `among` over which this global batch can be split."""
+        """The replica counts in `among` over which this global batch can be split."""
         return [count for count in among if self._try_plan(global_batch_size, count)[0] is not None]
 
     def table(self, global_batch_size: int, among: Iterable[int]) -> str:
