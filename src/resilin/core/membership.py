@@ -76,7 +76,7 @@ class Member:
     """One replica of a roster."""
 
     name: str
-    """What no other replica of the job is called, before or after it."""
+    """Name of the replica, unique among all replicas of the job, past and present."""
     hosts: tuple[str, ...] = ("",)
     """The host of each of its processes: one, unless the replica is sharded."""
 
