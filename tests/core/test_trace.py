@@ -78,7 +78,7 @@ def test_the_end_is_chosen_by_name():
         ("step,batchsize\n0,8\n2,8\n2,8\n", "line 4: step 2 must come after step 2$"),
         (
             "step,batchsize\n0,8\n0,8\n",
-            "line 3: step 0 must come after step 0; restarts='append' counts on",
+            "line 3: step 0 must come after step 0; restarts='append' appends",
         ),
         ('step,batchsize\n0,"8\n', "line 2"),
     ],

@@ -117,7 +117,7 @@ def changes(decisions, before):
 def test_it_begins_at_the_reference_batch():
     decision = TUNER.decide(profile=StepProfile(), noise=None, hosts=1, replicas=4, batch_size=64)
     assert decision.batch_size == 64
-    assert decision.reason == "begins at 64, the reference batch (64): no step was measured yet"
+    assert decision.reason == "starts at 64, the reference batch (64): no step was measured yet"
     assert decision.candidates == ()
 
 
@@ -206,7 +206,7 @@ def test_a_batch_that_is_not_allowed_any_more_gives_way_to_the_nearest():
         profile=job.profile, noise=job.noise, hosts=1, replicas=4, batch_size=job.batch_size
     )
     assert decision.batch_size == 300
-    assert f"{job.batch_size} is not allowed with 4 replicas, 300 is the nearest" in decision.reason
+    assert f"{job.batch_size} is not allowed with 4 replicas; 300 is the nearest" in decision.reason
     # Below the reference batch is not allowed either.
     assert job.tuner.decide(
         profile=job.profile, noise=Noise(1.0, 1.0), hosts=1, replicas=4, batch_size=32
@@ -221,7 +221,7 @@ def test_trials_stay_within_their_budget(budget):
         share = job.explored / job.seconds if job.seconds else 0.0
         (decision,) = job.run(1)
         num_trials += decision.explores
-        if decision.explores and "it may bring -" in decision.reason:
+        if decision.explores and "it may give -" in decision.reason:
             assert share < budget
     assert bool(num_trials) == (budget > 0)
 
@@ -235,7 +235,7 @@ def test_every_decision_says_why_with_its_numbers():
             assert re.search(r"costs at most [\d.]+% of the goodput", decision.reason)
             assert "of at most 2.00%" in decision.reason
             (share,) = re.findall(r"trials took ([\d.]+)% of the time", decision.reason)
-            assert ("only those begin that" in decision.reason) == (float(share) >= 2.0)
+            assert ("only trials start that" in decision.reason) == (float(share) >= 2.0)
             kinds.add("tries")
         elif decision.batch_size != size:
             assert decision.reason.startswith(f"{size} -> {decision.batch_size}: promises +")
