@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from resilin.core.rules import ScalingRule
 from resilin.integrations.folders import load_state, read_state, save_state
 from resilin.telemetry.extras import load
+from resilin.training.bridge.readout import read_out
 from resilin.training.job import Job, current_job
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
-from resilin.training.report.readout import read_out
 
 __all__ = ["ElasticLoader", "SteppedByClock", "prepare", "read_out"]
 

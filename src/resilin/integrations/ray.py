@@ -13,7 +13,7 @@ from typing import Any
 from resilin.compat import ray_names
 from resilin.telemetry.extras import load
 from resilin.telemetry.tensorboard import PREFIX
-from resilin.training.report.readout import read_out
+from resilin.training.bridge.readout import read_out
 
 __all__ = ["report", "storage"]
 
@@ -62,7 +62,7 @@ def report(
     Args:
         metrics: Metrics of your own.
         prefix: Prefix of resilin's metrics, which are those of
-            `resilin.training.report.readout.read_out`.
+            `resilin.training.bridge.readout.read_out`.
         **kwargs: More arguments of `ray.train.report`, such as `checkpoint`.
 
     Raises:

@@ -16,8 +16,8 @@ import torch
 
 from resilin.integrations.memory import Memory
 from resilin.telemetry.extras import load
+from resilin.training.bridge.readout import read_out
 from resilin.training.job import Job, current_job
-from resilin.training.report.readout import read_out
 
 _hf: Any = load("transformers", "hf", "resilin.integrations.transformers")
 _callbacks: Any = load("transformers.trainer_callback", "hf", "resilin.integrations.transformers")

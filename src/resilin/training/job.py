@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch.optim import Optimizer
-
 from resilin.core.clock import Clock, Reference
 from resilin.core.events import Event
 from resilin.core.plan import BatchBounds
@@ -25,7 +23,7 @@ from resilin.training.data.iteration import Iteration, Iterations
 from resilin.training.events import Events, Listener, Stamp
 from resilin.training.model import TrainedModel
 from resilin.training.records import MicroBatch
-from resilin.training.sizing.scaling import StepScaling
+from resilin.training.report.recorder import Recorder
 from resilin.training.state.randomness import RandomStates
 from resilin.training.state.registry import Registry
 from resilin.training.state.settings import StateSettings
@@ -73,22 +71,6 @@ class JobRecovery(Protocol):
         ...
 
 
-class StepRecorder(Protocol):
-    """What tells of the steps."""
-
-    def committed(self, scaling: StepScaling, optimizer: Optimizer, samples: int) -> None:
-        """The optimizer has stepped."""
-        ...
-
-    def flush(self) -> None:
-        """Writes out what is in a buffer."""
-        ...
-
-    def close(self) -> None:
-        """Tells of the last step, and writes out what is in a buffer."""
-        ...
-
-
 @dataclass(slots=True)
 class Job:
     """The parts of one training job."""
@@ -109,7 +91,7 @@ class Job:
     """Keeps and restores that state; None until the job has started."""
     random: RandomStates | None = None
     """The random generators of this replica; None until the job has started."""
-    recorder: StepRecorder | None = None
+    recorder: Recorder | None = None
     """Reports the steps; None until the job has started."""
     trained: TrainedModel | None = None
     """The model that is being trained, with its gradient and its gates."""

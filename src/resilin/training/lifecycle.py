@@ -69,7 +69,14 @@ def start(job: Job) -> Recovery:
         job.registry.add_own(NAME, job.random)
         job.recovery = Recovery(job, job.state_settings or from_environment())
         job.recovery.start()
-        job.recorder = Recorder(job, log_directory(job), job.recovery.resumed_from)
+        job.recorder = Recorder(
+            job.timeline,
+            job.events,
+            job.engine,
+            job.timer,
+            directory=log_directory(job.events, job.state_settings),
+            resumed=job.recovery.resumed_from,
+        )
         if job.engine.pulse.shown:
             _show(job)
     assert isinstance(job.recovery, Recovery)
@@ -145,9 +152,11 @@ def commit_step(job: Job, outcome: StepOutcome) -> None:
         model.end_step()
         return
     before = model.read_schedule()
-    timeline.clock, timeline.last_step = model.advance(timeline.clock)
+    plan = job.iterations.plan
+    timeline.clock, timeline.last_step = model.advance(timeline.clock, plan)
     if job.recorder is not None:
-        job.recorder.committed(model.scaling, model.optimizer, timeline.last_step.samples)
+        samples = timeline.last_step.samples
+        job.recorder.committed(model.scaling, model.optimizer, samples, plan)
     model.end_step()
     job.iterations.commit()
     model.advance_schedule(before)
@@ -180,7 +189,7 @@ def _end_body(job: Job, asked_by: object = None) -> tuple[Recovery, Recorder]:
     if job.trained is not None:
         job.trained.end_body()
     job.engine.pulse.beat(Phase.BETWEEN, job.clock.steps)
-    assert isinstance(job.recorder, Recorder)
+    assert job.recorder is not None
     if job.trained is not None:
         job.trained.flow.close(asked_by)
     job.timer.end()

@@ -125,9 +125,11 @@ class AdaptiveDataLoader(SizedLoader):
             )
         if max_local_bsz is not None:
             _validate.whole("max_local_bsz", max_local_bsz, at_least=1)
-        super().__init__(self.batch_size, BatchSizes(self._reference(), max_local_bsz, room))
+        super().__init__(
+            current_job(), self.batch_size, BatchSizes(self._reference(), max_local_bsz, room)
+        )
         self._batch_weight = batch_weight
-        cursors = current_job().cursors
+        cursors = self.job.iterations.cursors
         self._name = cursors.name(self._stream.fingerprint)
         self._made_within = cursors.in_epoch
         self._identity = object()
@@ -164,7 +166,7 @@ class AdaptiveDataLoader(SizedLoader):
         Losses that couple samples change with the split, so the reference batch is left whole
         unless somebody needs its noise. No piece has one sample, unless the reference batch has.
         """
-        job = current_job()
+        job = self.job
         samples = plan.global_batch_size
         pieces = samples // 2 >= min(2, self.batch_size)
         alone = plan.replicas == 1 and plan.steps == 1 and samples > 1
@@ -192,7 +194,7 @@ class AdaptiveDataLoader(SizedLoader):
         return Reference(self.batch_size, steps_per_epoch=self._steps_per_epoch() or None)
 
     def __iter__(self) -> Iterator[Any]:
-        job = current_job()
+        job = self.job
         training = job.trained is not None and job.trained.trains
         if training and not self._begin_pass(job):
             return
@@ -286,16 +288,18 @@ class AdaptiveDataLoader(SizedLoader):
         Iterating over it does that by itself. A loop that has to know where it goes on, before it
         begins, calls it earlier.
         """
-        job = current_job()
-        first = job.cursors.none_used
-        self._cursor = job.cursors.get(self._name, self._stream, job.epoch)
+        job = self.job
+        first = job.iterations.cursors.none_used
+        self._cursor = job.iterations.cursors.get(self._name, self._stream, job.epoch)
         self._cursor.epoch = job.epoch
         former: list[str | None] = []
 
         def find(parts: Mapping[str, Any]) -> str | None:
-            former[:] = [former_name(self._name, self._stream, parts, job.cursors.made)]
+            former[:] = [former_name(self._name, self._stream, parts, job.iterations.cursors.made)]
             if former[0] is None and first:
-                refuse_other_data(self._name, self._stream, parts, job.epoch, job.cursors.made)
+                refuse_other_data(
+                    self._name, self._stream, parts, job.epoch, job.iterations.cursors.made
+                )
             return former[0]
 
         def autoscaler_of(parts: Mapping[str, Any]) -> str | None:
@@ -316,7 +320,7 @@ class AdaptiveDataLoader(SizedLoader):
     def epochs_done(self) -> int:
         """Epochs that are over: the number, from 0, of the one that the next step belongs to."""
         if self._by_progress():
-            return math.floor((current_job().clock.progress + 1e-6) / self._steps_per_epoch())
+            return math.floor((self.job.clock.progress + 1e-6) / self._steps_per_epoch())
         position = self._cursor.position
         batch = self._stream.batch(position, self.current_batch_size, tail=self._tail)
         return batch.start // self._stream.num_samples
@@ -345,7 +349,7 @@ class AdaptiveDataLoader(SizedLoader):
         """
         goal = self._goal(epoch)
         if goal is not None:
-            return current_job().clock.progress >= goal - 1e-6
+            return self.job.clock.progress >= goal - 1e-6
         if position >= epoch.data_end:
             return True
         span = self._stream.batch(position, self.current_batch_size, tail=self._tail)
@@ -355,13 +359,13 @@ class AdaptiveDataLoader(SizedLoader):
         """The progress at which the epoch ends; None if its data say that."""
         # A step that the model committed makes this the training loader; its rule says whether
         # an epoch is measured by the data or by progress.
-        if current_job().clock.steps <= epoch.began.steps or not self._by_progress():
+        if self.job.clock.steps <= epoch.began.steps or not self._by_progress():
             return None
         per_epoch = self._steps_per_epoch()
         return (math.floor((epoch.began.progress + 1e-6) / per_epoch) + 1) * per_epoch
 
     def _by_progress(self) -> bool:
-        trained = current_job().trained
+        trained = self.job.trained
         return trained is not None and trained.rule.clock == "progress"
 
     def _step(self, job: Job, current: Iteration, span: range, batch_size: int) -> Iterator[Any]:

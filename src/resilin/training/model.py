@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from resilin.core.clock import Clock
+from resilin.core.plan import BatchPlan
 from resilin.core.rules import ScalingRule
 from resilin.training.ballot import Ballot
 from resilin.training.data.iteration import Iterations
@@ -192,11 +193,15 @@ class TrainedModel:
         self.gradient.measure = False
         self._ends.commit_step(StepOutcome.SKIPPED)
 
-    def advance(self, clock: Clock) -> tuple[Clock, StepSizes]:
-        """The clock after the step that was made, and its sizes."""
+    def advance(self, clock: Clock, plan: BatchPlan | None) -> tuple[Clock, StepSizes]:
+        """The clock after the step that was made, and its sizes.
+
+        Args:
+            clock: The clock before it.
+            plan: How it was split; None without a loader of resilin.
+        """
         reduced, scaled = self.prepare(), self.scaling.last
-        micro, current = self._iterations.micro_batch, self._iterations.current
-        samples = reduced.samples
+        micro, samples = self._iterations.micro_batch, reduced.samples
         after = clock.advance(
             samples=samples,
             scale=scaled.scale,
@@ -204,7 +209,6 @@ class TrainedModel:
             tokens=reduced.weight,
             sample_steps=None if micro is None else micro.sample_steps * (samples / micro.samples),
         )
-        plan = None if current is None else current.plan
         return after, StepSizes(samples, 1 if plan is None else plan.steps)
 
     def read_schedule(self) -> float:

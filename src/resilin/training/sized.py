@@ -13,7 +13,7 @@ from resilin.engine import devices
 from resilin.engine.base import Engine
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
 from resilin.training.data.iteration import Iteration
-from resilin.training.job import current_job
+from resilin.training.job import Job
 from resilin.training.sizing.autoscale import Autoscaler
 from resilin.training.sizing.batch_size import BatchSize, BatchSizes
 from resilin.training.sizing.memory_limit import Room
@@ -23,11 +23,14 @@ class SizedLoader:
     """A loader whose batch size may change between any two steps.
 
     Args:
+        job: The job that it belongs to.
         batch_size: The reference batch.
         sizes: Which size comes next, and how it is split.
     """
 
-    def __init__(self, batch_size: int, sizes: BatchSizes) -> None:
+    def __init__(self, job: Job, batch_size: int, sizes: BatchSizes) -> None:
+        self.job = job
+        """The job that it belongs to: the one that was current when it was made."""
         self.batch_size = batch_size
         """The reference batch."""
         self._sizes = sizes
@@ -116,7 +119,7 @@ class SizedLoader:
 
     @property
     def _engine(self) -> Engine:
-        return current_job().engine
+        return self.job.engine
 
     # What fits -----------------------------------------------------------------------------
 
@@ -135,7 +138,7 @@ class SizedLoader:
         the gradient already, late in the backward pass, or in the optimizer: then the error goes
         on, as without this.
         """
-        job = current_job()
+        job = self.job
         try:
             yield
         except torch.OutOfMemoryError as error:

@@ -7,8 +7,8 @@ from typing import Any
 import keras  # type: ignore[import-untyped]
 
 from resilin.telemetry.tensorboard import PREFIX
+from resilin.training.bridge.readout import read_out
 from resilin.training.job import current_job
-from resilin.training.report.readout import read_out
 
 NAMES = ("batch_size", "gain", "noise_scale", "progress")
 """What is logged where nothing else is said."""
@@ -21,7 +21,7 @@ class ReadOut(keras.callbacks.Callback):  # type: ignore[misc]
     TensorBoard and the progress bar show it too; pass one of your own to change what it adds.
 
     Args:
-        names: What to add, of what `resilin.training.report.readout.read_out` says; none is none.
+        names: What to add, of what `resilin.training.bridge.readout.read_out` says; none is none.
             `noise_scale` is there as soon as it was measured.
         prefix: What the names begin with in the logs.
     """

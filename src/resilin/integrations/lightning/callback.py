@@ -19,9 +19,9 @@ from resilin.integrations.lightning.resume import (
 from resilin.integrations.lightning.steps import InSteps
 from resilin.telemetry.tensorboard import PREFIX
 from resilin.training.bridge.carried import CarriedState
+from resilin.training.bridge.readout import read_out
 from resilin.training.job import current_job
 from resilin.training.lifecycle import start
-from resilin.training.report.readout import read_out
 from resilin.training.script.epochs import begin_epoch
 from resilin.training.state import registry
 
@@ -34,7 +34,7 @@ class Elastic(Callback):
     """Logs what resilin knows of each step, and puts the job's state into the checkpoints.
 
     `ElasticStrategy` adds one by itself; make it only to change its settings. Logged are, with each
-    step, what `resilin.training.report.readout.read_out` says: gain, scale, global batch size,
+    step, what `resilin.training.bridge.readout.read_out` says: gain, scale, global batch size,
     progress, the noise scale as soon as it was measured, and more.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from resilin.training.job import current_job
+from resilin.training.bridge.home import Home
 from resilin.training.state.registry import add_up, gathered, of_replica
 from resilin.training.state.snapshot import Snapshot, Version
 
@@ -32,7 +32,7 @@ class CarriedState:
             `version` (generation, step, epoch) and `tree`, which JSON can hold, and `tensors` by
             name: those of the user's own objects, if they have any.
         """
-        job = current_job()
+        job = Home().job
         snapshot = job.registry.take(
             Version(job.engine.generation, job.clock.steps, job.epoch), without=self._without
         )
@@ -57,7 +57,7 @@ class CarriedState:
         Raises:
             ValueError: It belongs to another dataset, or to other things than the registered ones.
         """
-        job = current_job()
+        job = Home().job
         snapshot = Snapshot(Version(*state["version"]), dict(state["tree"]), dict(state["tensors"]))
         # What the job does from here on is newer than whatever it has left before.
         engine, version = job.engine, snapshot.version

@@ -89,6 +89,11 @@ class Iterations:
         """The micro-batch that the loop body works on; None outside a resilin loader."""
         return None if self.current is None else self.current.micro_batch
 
+    @property
+    def plan(self) -> BatchPlan | None:
+        """The split of the step that the loop body works on; None outside a resilin loader."""
+        return None if self.current is None else self.current.plan
+
     def begin(self, iteration: Iteration) -> None:
         """Opens an iteration."""
         iteration.outer = _open(self.current)

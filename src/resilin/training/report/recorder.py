@@ -23,15 +23,26 @@ import torch
 from torch.optim import Optimizer
 
 from resilin import __version__
-from resilin.core import events
+from resilin.core.events import (
+    EpochEvent,
+    Event,
+    MetricsEvent,
+    RescaleEvent,
+    StartEvent,
+    StepEvent,
+)
+from resilin.core.plan import BatchPlan
 from resilin.core.rules import rule_name
 from resilin.engine import environment, overrides
+from resilin.engine.base import Engine
 from resilin.telemetry.log import EventLog
 from resilin.telemetry.read import last_event
-from resilin.training.events import Stamp
-from resilin.training.job import Job
+from resilin.training.events import Events, Stamp
 from resilin.training.records import Number
 from resilin.training.sizing.scaling import Scaled, StepScaling
+from resilin.training.state.settings import StateSettings
+from resilin.training.step_timer import StepTimer
+from resilin.training.timeline import Timeline
 
 SHARE = 0.005
 """Part of the time that telling of steps may take."""
@@ -42,38 +53,92 @@ LONGEST = 10.0
 
 
 class _Committed(NamedTuple):
-    """A step that is to be told of, as soon as its loop body is over."""
+    """A committed step that is reported as soon as its loop body is over."""
 
     scaling: StepScaling
     scaled: Scaled
     optimizer: str
     samples: int
+    plan: BatchPlan | None
     lr: float | None
     time: float
 
 
+class _LogFile:
+    """The event log of this replica, opened with its first event."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._directory = directory
+        self._name = name
+        self._log: EventLog | None = None
+
+    def write(self, event: Event) -> None:
+        if self._log is None:
+            self._log = EventLog(self._directory, self._name)
+        self._log.write(event)
+
+    def flush(self) -> None:
+        if self._log is not None:
+            self._log.flush()
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+class _Budget:
+    """Time that reports have taken: at most `SHARE` of all time, but a step every `LONGEST` s."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._seconds = 0.0
+        self._latest = 0.0
+
+    def allows_another(self) -> bool:
+        now = time.perf_counter()
+        within = self._seconds <= ALLOWANCE + SHARE * (now - self._began)
+        return within or now - self._latest >= LONGEST
+
+    def spend(self, seconds: float, now: float) -> None:
+        self._seconds += seconds
+        self._latest = now
+
+
 class Recorder:
-    """Tells the listeners of one job what happens in it.
+    """Reports to the listeners of one job what happens in it.
 
     Args:
-        job: The job, which has been restored.
-        directory: Where the event log goes; None writes none.
-        resumed: Where the state came from that the job goes on from; empty if it begins.
+        timeline: The clock of the job, which has been restored.
+        events: The listeners of the job.
+        engine: Who is in the job.
+        timer: The durations of steps.
+        directory: Directory of the event log; None writes none.
+        resumed: Source of the state that the job resumed from; empty if it begins.
     """
 
-    def __init__(self, job: Job, directory: Path | None, resumed: str) -> None:
-        self._job = job
-        self._directory = directory
-        if not resumed and job.engine.num_restarts:
+    def __init__(
+        self,
+        timeline: Timeline,
+        events: Events,
+        engine: Engine,
+        timer: StepTimer,
+        *,
+        directory: Path | None,
+        resumed: str,
+    ) -> None:
+        self._timeline = timeline
+        self._events = events
+        self._engine = engine
+        self._timer = timer
+        if not resumed and engine.num_restarts:
             resumed = "step 0 (no state was kept)"
         self._resumed = resumed
-        self._log: EventLog | None = None
+        self._log: _LogFile | None = None
         self._before: float | None = None
         self._introduced = False
-        self._told_seconds = 0.0
-        self._told_at = 0.0
-        self._first = job.engine.replica == 0
-        self._began = time.perf_counter()
+        self._first = engine.replica == 0
+        self._budget = _Budget()
         self._wanted = False
         self._open = False
         self._committed: _Committed | None = None
@@ -81,27 +146,32 @@ class Recorder:
         if directory is not None:
             if self._first and resumed and (last := last_event(directory)) is not None:
                 self._before = last.time
-            job.events.log = self._write
+            self._log = _LogFile(directory, f"replica-{engine.replica}")
+            self._events.log = self._log.write
             atexit.register(self.close)
-
-    def _write(self, event: events.Event) -> None:
-        if self._log is None:
-            assert self._directory is not None
-            self._log = EventLog(self._directory, f"replica-{self._job.engine.replica}")
-        self._log.write(event)
 
     # A step --------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
-        """The next step of training begins: is it to be told of?"""
-        now = time.perf_counter()
+        """Decides whether the step that begins now is to be reported."""
         self._open = True
-        within = self._told_seconds <= ALLOWANCE + SHARE * (now - self._began)
-        overdue = now - self._told_at >= LONGEST
-        self._wanted = self._first and self._job.is_heard and (within or overdue)
+        self._wanted = self._first and self._events.is_heard and self._budget.allows_another()
 
-    def committed(self, scaling: StepScaling, optimizer: Optimizer, samples: int) -> None:
-        """Takes in a step that was committed; it is reported when its loop body is over."""
+    def committed(
+        self,
+        scaling: StepScaling,
+        optimizer: Optimizer,
+        samples: int,
+        plan: BatchPlan | None,
+    ) -> None:
+        """Takes in a step that was committed; it is reported when its loop body is over.
+
+        Args:
+            scaling: Gain and factors of the step.
+            optimizer: The optimizer that has stepped.
+            samples: Samples in the step, over all replicas.
+            plan: How it was split; None without a loader of resilin.
+        """
         if self._wanted:
             # The learning rate of this very step: the loop may step a scheduler after it.
             lr = optimizer.param_groups[0].get("lr")
@@ -110,32 +180,31 @@ class Recorder:
                 scaling.last,
                 type(optimizer).__name__,
                 samples,
+                plan,
                 None if lr is None else float(lr),
                 time.time(),
             )
 
-    @property
-    def in_step(self) -> bool:
-        """Whether what the user records now belongs to a step."""
-        trained = self._job.trained
-        return self._open and trained is not None and trained.training
+    def record(self, values: Mapping[str, Number], *, training: bool, weight: float) -> None:
+        """Takes in what the user records: with the step that is under way, or at once.
 
-    def record(self, values: Mapping[str, Number]) -> None:
-        """Takes in what the user records: with the step that is under way, or at once."""
-        job = self._job
-        if not self.in_step:
+        Args:
+            values: Names and numbers.
+            training: Whether the model is in training mode.
+            weight: Weight of the micro-batch at hand.
+        """
+        if not (self._open and training):
             if self._first:
                 numbers = {name: float(value) for name, value in values.items()}
-                job.emit(events.MetricsEvent(**job.stamp(), values=numbers))
+                self._emit(MetricsEvent(**self._events.stamp(), values=numbers))
             return
         if self._wanted:
-            weight = 1.0 if job.micro_batch is None else job.micro_batch.weight
             for name, value in values.items():
                 kept = value.detach() if isinstance(value, torch.Tensor) else value
                 self._recorded.setdefault(name, []).append((kept, weight))
 
     def step_over(self) -> None:
-        """The loop body of a step is over."""
+        """Reports the step whose loop body is over, if it was committed and is to be reported."""
         self._open = False
         committed, self._committed = self._committed, None
         recorded, self._recorded = self._recorded, {}
@@ -148,39 +217,38 @@ class Recorder:
             for pairs in recorded.values()
             for value, _ in pairs
         )
-        clock = time.perf_counter if self._job.listeners or elsewhere else time.thread_time
+        clock = time.perf_counter if self._events.listeners or elsewhere else time.thread_time
         began, now = clock(), time.perf_counter()
         if not self._introduced:
             self._introduced = True
             self._introduce(committed)
-        seconds = self._job.timer.body or 0.0
-        self._job.emit(self._step(committed, recorded, seconds))
-        self._told_seconds += clock() - began
-        self._told_at = now
+        self._emit(self._step(committed, recorded, self._timer.body or 0.0))
+        self._budget.spend(clock() - began, now)
+
+    def _emit(self, event: Event) -> None:
+        self._events.emit(event)
 
     def _step(
         self,
         committed: _Committed,
         recorded: Mapping[str, list[tuple[Number, float]]],
         seconds: float,
-    ) -> events.StepEvent:
-        job, scaled, samples = self._job, committed.scaled, committed.samples
-        replicas = job.engine.num_replicas
+    ) -> StepEvent:
+        scaled, samples, plan = committed.scaled, committed.samples, committed.plan
+        timeline, replicas = self._timeline, self._engine.num_replicas
         noise = committed.scaling.sample_noise
         metrics = {name: _mean(pairs) for name, pairs in recorded.items()}
-        current = job.iterations.current
-        plan = None if current is None else current.plan
-        return events.StepEvent(
+        return StepEvent(
             time=committed.time,
-            step=job.clock.steps,
-            generation=job.engine.generation,
-            epoch=job.epoch,
+            step=timeline.clock.steps,
+            generation=self._engine.generation,
+            epoch=timeline.epoch,
             replicas=replicas,
             batch_size=samples,
             local_bsz=-(-samples // replicas) if plan is None else plan.batch_size,
             accumulation_steps=1 if plan is None else plan.steps,
-            samples=job.clock.samples,
-            progress=job.clock.progress,
+            samples=timeline.clock.samples,
+            progress=timeline.clock.progress,
             scale=scaled.scale,
             gain=scaled.gain,
             lr_factor=scaled.factors[0].lr,
@@ -195,25 +263,29 @@ class Recorder:
     # Other events --------------------------------------------------------------------------
 
     def _introduce(self, committed: _Committed) -> None:
-        """Tells what is trained, before the first step is told of."""
-        job, when, rule = self._job, committed.time, committed.scaling.rule
-        engine, reference = job.engine, job.reference
-        # Told late: the first step has been made since.
-        common: Stamp = {**job.stamp(), "time": when, "step": job.clock.steps - 1}
-        resumed = self._resumed or job.timeline.carried_from
+        """Reports what is trained, before the first step is reported."""
+        timeline, engine, rule = self._timeline, self._engine, committed.scaling.rule
+        reference = timeline.reference
+        # Reported late: the first step has been made since.
+        common: Stamp = {
+            "time": committed.time,
+            "step": timeline.clock.steps - 1,
+            "generation": engine.generation,
+        }
+        resumed = self._resumed or timeline.carried_from
         if resumed:
-            before = job.timeline.replicas_before or engine.num_replicas
-            job.emit(
-                events.RescaleEvent(
+            gap = None if self._before is None else max(0.0, committed.time - self._before)
+            self._emit(
+                RescaleEvent(
                     **common,
-                    replicas_before=before,
+                    replicas_before=timeline.replicas_before or engine.num_replicas,
                     replicas=engine.num_replicas,
                     reason=f"resumed at {resumed}",
-                    seconds=None if self._before is None else max(0.0, when - self._before),
+                    seconds=gap,
                 )
             )
-        job.emit(
-            events.StartEvent(
+        self._emit(
+            StartEvent(
                 **common,
                 reference=round(committed.samples / committed.scaled.scale)
                 if reference is None
@@ -223,27 +295,27 @@ class Recorder:
                 rule=rule_name(rule),
                 clock=rule.clock,
                 optimizer=committed.optimizer,
-                total_steps=job.total_steps,
+                total_steps=timeline.total_steps,
                 steps_per_epoch=None if reference is None else reference.steps_per_epoch,
                 resumed=bool(resumed),
                 # Without its arguments: logs are read and sent around, and these may be secrets.
                 script=sys.argv[0],
-                replays=job.events.replays,
+                replays=self._events.replays,
                 software=f"resilin {__version__}, torch {torch.__version__}, "
                 f"Python {platform.python_version()}",
             )
         )
 
     def epoch_over(self) -> None:
-        """An epoch of the training loader is over."""
-        if self._first and self._job.is_heard:
-            job = self._job
-            job.emit(
-                events.EpochEvent(
-                    **job.stamp(),
-                    epoch=job.epoch,
-                    samples=job.clock.samples,
-                    progress=job.clock.progress,
+        """Reports that an epoch of the training loader is over."""
+        if self._first and self._events.is_heard:
+            clock = self._timeline.clock
+            self._emit(
+                EpochEvent(
+                    **self._events.stamp(),
+                    epoch=self._timeline.epoch,
+                    samples=clock.samples,
+                    progress=clock.progress,
                 )
             )
 
@@ -253,15 +325,14 @@ class Recorder:
             self._log.flush()
 
     def close(self) -> None:
-        """Tells of the last step, and writes out what is in the buffer of the log."""
+        """Reports the last step, and writes out what is in the buffer of the log."""
         atexit.unregister(self.close)
         if self._committed is not None:
-            self._job.timer.end()
+            self._timer.end()
         self.step_over()
-        self._job.events.log = None
+        self._events.log = None
         if self._log is not None:
             self._log.close()
-            self._log = None
 
 
 def _mean(pairs: list[tuple[Number, float]]) -> float:
@@ -271,17 +342,21 @@ def _mean(pairs: list[tuple[Number, float]]) -> float:
     return math.fsum(float(value) * weight for value, weight in pairs if weight) / total
 
 
-def log_directory(job: Job) -> Path | None:
-    """Where the event log of this job goes; None if nowhere.
+def log_directory(events: Events, settings: StateSettings | None) -> Path | None:
+    """Directory of the event log of a job; None if there is none.
 
     The launcher's word goes before the script's. Without either, events are kept beside the
     checkpoints, if these are on a local path.
+
+    Args:
+        events: The listeners of the job, with the directory that the script named.
+        settings: How the state is kept, if the script says it.
     """
     if environment.RUN_DIR in os.environ:
         return overrides.run_dir()
-    if job.events.directory is not None:
-        return job.events.directory
-    kept = job.state_settings.checkpoint_dir if job.state_settings is not None else None
+    if events.directory is not None:
+        return events.directory
+    kept = settings.checkpoint_dir if settings is not None else None
     kept = kept or os.environ.get(environment.CHECKPOINT_DIR)
     if not kept or "://" in kept.removeprefix("file://"):
         return None

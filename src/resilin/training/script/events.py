@@ -11,7 +11,6 @@ from torch import Tensor
 from resilin.training.events import Listener
 from resilin.training.job import current_job
 from resilin.training.records import Number
-from resilin.training.report.recorder import Recorder
 
 
 def events_to(directory: str | os.PathLike[str]) -> None:
@@ -70,14 +69,17 @@ def record(values: Mapping[str, Number] | None = None, /, **named: Number) -> No
     Raises:
         ValueError: Something that is not one number, or the job has not started.
     """
-    tells = current_job().recorder
-    if not isinstance(tells, Recorder):
+    job = current_job()
+    if job.recorder is None:
         raise ValueError(
             "record() came before the job had started: call resilin.resume() first, or record in "
             "the loop"
         )
-    tells.record(
-        {name: _number(name, value) for name, value in {**(values or {}), **named}.items()}
+    micro = job.micro_batch
+    job.recorder.record(
+        {name: _number(name, value) for name, value in {**(values or {}), **named}.items()},
+        training=job.trained is not None and job.trained.training,
+        weight=1.0 if micro is None else micro.weight,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from resilin.telemetry.progress import Display
-from resilin.training.job import Job, current_job
+from resilin.training.job import Job
 from resilin.training.loader import AdaptiveDataLoader
 
 
@@ -24,7 +24,7 @@ def progress_bar(loader: AdaptiveDataLoader, *, stream: TextIO | None = None) ->
         stream: Where to show it; None takes stderr. If that is no terminal, a line is written
             once a minute.
     """
-    job = current_job()
+    job = loader.job
     if job.engine.replica != 0:
         yield from loader
         return

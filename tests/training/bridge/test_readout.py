@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import resilin
-from resilin.training.report.readout import read_out
+from resilin.training.bridge.readout import read_out
 
 
 def make(rule="constant", **kwargs):

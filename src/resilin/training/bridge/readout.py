@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from resilin.telemetry.tensorboard import PREFIX
-from resilin.training.job import current_job
+from resilin.training.bridge.home import Home
 
 
 def read_out(prefix: str = PREFIX) -> dict[str, float]:
-    """What the job knows of its last step; names and meanings are those of `resilin.telemetry`.
+    """Numbers of the last step; names and meanings are those of `resilin.telemetry`.
 
     Reading it costs nothing and asks no other replica; all replicas read the same.
 
@@ -21,7 +21,7 @@ def read_out(prefix: str = PREFIX) -> dict[str, float]:
         `accumulation_steps` once this process has made a step, and `noise_scale` once noise was
         measured. Empty before the first step of the job.
     """
-    job = current_job()
+    job = Home().job
     trained = job.trained
     if trained is None or not job.clock.steps:
         return {}
