@@ -38,11 +38,13 @@ HOOKS = (
 
 PLACES = (
     "training/state/memory.py",
+    "training/state/memory_file.py",
     "training/state/memory_schedule.py",
     "training/state/recovery.py",
     "training/state/restore.py",
     "training/state/registry.py",
     "training/state/snapshot.py",
+    "training/state/shards.py",
     "training/state/checkpoint/",
     "training/loader.py",
     "training/data/cursor.py",

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from resilin.training.state import memory
+from resilin.training.state import memory, memory_file
 from resilin.training.state.memory import MemoryCopies, Place
 from resilin.training.state.snapshot import Snapshot, Version, split
 
@@ -256,9 +256,9 @@ while True:
     if pid == 0:
         left = moment
         copies = MemoryCopies(Path(f"{directory}-{moment}"))
-        memory._HEADER = Killing(memory._HEADER)
-        memory.os, memory.mmap = Killing(os), Killing(memory.mmap)
-        memory.process_gone = lambda *_: True  # the parent, who wrote what is there, lives
+        memory_file._HEADER = Killing(memory_file._HEADER)
+        memory_file.os, memory_file.mmap = Killing(os), Killing(memory_file.mmap)
+        memory_file.process_gone = lambda *_: True  # the parent, who wrote what is there, lives
         torch.Tensor.copy_ = copy_
         # The next turn is that of the older of the two, as it was for the parent.
         new = state(3, size=50 if grown else 5)
@@ -360,7 +360,7 @@ def test_files_of_another_format_are_passed_over(directory):
     data = path.read_bytes()
     end, size = HEADER.unpack_from(data)[5:7]
     meta = json.loads(data[end : end + size])
-    text = json.dumps(meta | {"format": memory.FORMAT + 1}).encode()
+    text = json.dumps(meta | {"format": memory_file.FORMAT + 1}).encode()
     path.write_bytes(data[:end] + text)
     write_header(path, size=len(text), crc=zlib.crc32(text))
     assert MemoryCopies(directory).versions() == []
@@ -408,9 +408,9 @@ def test_forgetting_touches_only_what_was_written_here(directory):
 @pytest.mark.parametrize("what", ["replaced", "removed", "shortened"])
 def test_a_file_that_changes_while_it_is_read_is_not_there_any_more(directory, monkeypatch, what):
     copies = keep(directory, state(1, size=5000))
-    real = memory._read_tensors
+    real = memory.read_pieces
 
-    def read(file):
+    def read(file, wanted):
         if what == "replaced":
             copies[0]._turn = 1 - copies[0]._turn
             keep(directory, state(2, size=1), copies=copies)
@@ -418,23 +418,23 @@ def test_a_file_that_changes_while_it_is_read_is_not_there_any_more(directory, m
             file.path.unlink()
         else:
             os.truncate(file.path, 4100)
-        return real(file)
+        return real(file, wanted)
 
-    monkeypatch.setattr(memory, "_read_tensors", read)
+    monkeypatch.setattr(memory, "read_pieces", read)
     with pytest.raises(LookupError):
         MemoryCopies(directory).read(Version(0, 1))
 
 
 def test_a_file_that_is_overwritten_in_place_while_it_is_read(directory, monkeypatch):
     copies = keep(directory, state(1))
-    real = memory._read_tensors
+    real = memory.read_pieces
 
-    def read(file):
+    def read(file, wanted):
         for step in (2, 3):
             keep(directory, state(step), copies=copies)
-        return real(file)
+        return real(file, wanted)
 
-    monkeypatch.setattr(memory, "_read_tensors", read)
+    monkeypatch.setattr(memory, "read_pieces", read)
     with pytest.raises(LookupError, match="overwritten while it was read"):
         MemoryCopies(directory).read(Version(0, 1))
 

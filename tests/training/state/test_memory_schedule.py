@@ -12,7 +12,7 @@ import torch
 import resilin
 from resilin.core.events import RiskEvent
 from resilin.engine.base import Engine
-from resilin.training.state import memory, recovery
+from resilin.training.state import memory_file, recovery
 from resilin.training.state.memory import MemoryCopies, Place
 from resilin.training.state.memory_schedule import LONGEST_PAUSE, MemorySchedule
 from resilin.training.state.registry import Registry
@@ -41,7 +41,7 @@ class Host:
     def __init__(self, directory, room, monkeypatch):
         self.directory = directory
         self.room = room
-        monkeypatch.setattr(memory, "capacity", lambda _: self.room / memory.SHARE)
+        monkeypatch.setattr(memory_file, "capacity", lambda _: self.room / memory_file.SHARE)
         self.begin(0)
 
     def begin(self, generation, resumed=None):

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
-from resilin.training.state.snapshot import Snapshot, Version, join, shares, split
+from resilin.training.state.shards import shares
+from resilin.training.state.snapshot import Snapshot, Version, join, split
 
 Pair = namedtuple("Pair", "a b")
 

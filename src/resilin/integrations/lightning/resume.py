@@ -12,6 +12,7 @@ those that are done: they leave what they left before, and run none of their ste
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Mapping
 from functools import partial
@@ -390,7 +391,7 @@ def _record(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_small(state: Any) -> bool:
-    return all(tensor.numel() <= _LARGE for tensor in split("", state)[1].values())
+    return all(math.prod(tensor.shape) <= _LARGE for tensor in split("", state)[1].values())
 
 
 def _take_directories(state: Mapping[str, Any], trainer: Trainer) -> None:

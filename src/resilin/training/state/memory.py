@@ -9,37 +9,29 @@ two per share, and say last of all that they are complete.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import json
-import mmap
 import os
-import re
 import stat
-import struct
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from resilin.core.recovery import CopyFile, complete_copies, next_buffer, shares_written
-from resilin.engine.devices import to_host
-from resilin.engine.processes import process_gone, process_start
-from resilin.training.state.snapshot import Json, OwnState, Snapshot, Version, names, shares
-
-FORMAT = 2
-"""Version of the files. Others are passed over: their job runs another resilin."""
-SHARE = 0.5
-"""Part of the memory's file system that copies may take: data loaders live there, too."""
-_HEADER = struct.Struct("<8sQqqqQQI")
-_MAGIC = b"resilin\n"
-_DATA = 4096
-_ALIGN = 64
-_NAME = re.compile(r"(\d+)-\d+-\d+-\d+-[01]")
+from resilin.core.recovery import complete_copies, next_buffer, shares_written
+from resilin.engine.processes import process_gone
+from resilin.training.state.memory_file import (
+    FileWriter,
+    Found,
+    Writer,
+    file_name,
+    generation_of,
+    read_meta,
+    read_pieces,
+)
+from resilin.training.state.placement import Piece, Placement
+from resilin.training.state.shards import Held, Shard, Sharded, own_pieces, shares, whole_pieces
+from resilin.training.state.snapshot import Json, OwnState, Snapshot, Version, names
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +46,6 @@ class Place:
     """How many replicas the host has."""
     replica: int
     """Which replica of the job."""
-
-
-class Writer(NamedTuple):
-    """The process that wrote a file."""
-
-    pid: int
-    """Its number."""
-    started: str | None
-    """When it began, in the kernel's words: numbers are used again."""
-
-    @classmethod
-    def here(cls) -> Writer:
-        """This process."""
-        return cls(os.getpid(), process_start(os.getpid()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found(CopyFile):
-    """One complete file."""
-
-    path: Path
-    meta: dict[str, Any]
 
 
 class MemoryCopies:
@@ -107,7 +77,7 @@ class MemoryCopies:
                 f"belongs to {status.st_uid} and has mode {status.st_mode & 0o777:o}"
             )
         self.directory = directory
-        self._writers: dict[tuple[int, int], _Writer] = {}
+        self._writers: dict[tuple[int, int], FileWriter] = {}
         self._turn = 0
         self._writer_process = Writer.here()
 
@@ -167,22 +137,23 @@ class MemoryCopies:
             }
             if share == 0:
                 meta["tree"] = snapshot.tree
-            tensors = {name: snapshot.tensors[name] for name in dealt[share]}
+            pieces = whole_pieces(snapshot.tensors, dealt[share])
             if share == place.local_replica:
                 meta["sums"] = {"replica": place.replica, "of": sums}
+                pieces.update(own_pieces(snapshot.tensors))
                 if own is not None and own.tree:
                     meta["own"] = own.tree
-                    tensors.update(own.tensors)
-            self._writer(snapshot.version, share, place).write(snapshot.version, tensors, meta)
+                    pieces.update(whole_pieces(own.tensors, own.tensors))
+            self._writer(snapshot.version, share, place).write(snapshot.version, pieces, meta)
 
-    def _writer(self, version: Version, share: int, place: Place) -> _Writer:
+    def _writer(self, version: Version, share: int, place: Place) -> FileWriter:
         key = (share, self._turn)
-        name = f"{version.generation}-{place.host}-{place.local_replica}-{share}-{self._turn}"
+        name = file_name(version.generation, place.host, place.local_replica, share, self._turn)
         writer = self._writers.get(key)
         if writer is None or writer.path.name != name:
             if writer is not None:
                 writer.close()
-            writer = self._writers[key] = _Writer(self.directory / name)
+            writer = self._writers[key] = FileWriter(self.directory / name)
         return writer
 
     # Reading -------------------------------------------------------------------------------
@@ -191,17 +162,17 @@ class MemoryCopies:
         """The states that are here completely, newest first."""
         return sorted(self._complete(), reverse=True)
 
-    def _complete(self) -> dict[Version, list[_Found]]:
+    def _complete(self) -> dict[Version, list[Found]]:
         return complete_copies(self._files())
 
-    def _files(self) -> Iterator[_Found]:
+    def _files(self) -> Iterator[Found]:
         for path in sorted(self.directory.iterdir()):
-            file = _read_meta(path)
+            file = read_meta(path)
             if file is not None:
                 yield file
 
     def read(self, version: Version) -> Snapshot:
-        """Reads a state that is here completely.
+        """Reads a state that is here completely; of split tensors, the pieces that are here.
 
         Raises:
             LookupError: It is not, or not any more.
@@ -210,20 +181,28 @@ class MemoryCopies:
         if files is None:
             raise LookupError(f"{self.directory} has no complete copy of {version}")
         tree: dict[str, Json] | None = None
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Held] = {}
         for file in files:
             tree = file.meta.get("tree", tree)
-            try:
-                own = set(names(file.meta.get("own")))
-                read = _read_tensors(file)
-                tensors.update((name, tensor) for name, tensor in read.items() if name not in own)
-            except (OSError, ValueError) as error:
-                raise LookupError(f"{file.path} changed while it was read: {error}") from error
-            again = _read_meta(file.path)
-            if again is None or again.version != version:
-                raise LookupError(f"{file.path} was overwritten while it was read")
+            own = set(names(file.meta.get("own")))
+            whole = {p for p, _ in file.placements() if p[1] is None and p[0] not in own}
+            found = _read(file, whole.__contains__)
+            tensors.update((name, tensor) for (name, _), tensor in found.items())
+        for file in self._files():
+            if file.version == version and file.host == files[0].host:
+                _add_shards(tensors, file)
         assert tree is not None, "share 0 has the tree"
         return Snapshot(version, tree, tensors)
+
+    def placements(self, version: Version) -> dict[str, list[Placement]]:
+        """The pieces of split tensors that are here of a state, by name."""
+        found: dict[str, list[Placement]] = {}
+        for file in self._files():
+            if file.version == version:
+                for (name, placement), _ in file.placements():
+                    if placement is not None:
+                        found.setdefault(name, []).append(placement)
+        return found
 
     def num_replicas(self, version: Version) -> int:
         """How many replicas the job had when they wrote a state that is here completely."""
@@ -242,8 +221,8 @@ class MemoryCopies:
 
     def generations(self) -> set[int]:
         """Generations of which anything is here, complete or not."""
-        found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
-        return {int(name[1]) for name in found if name is not None}
+        found = {generation_of(path.name) for path in self.directory.iterdir()}
+        return {generation for generation in found if generation is not None}
 
     def writers(self) -> set[Writer]:
         """Processes that have written what is here, and that live."""
@@ -268,8 +247,10 @@ class MemoryCopies:
         found = {}
         for file in self._files():
             if file.version == version and "own" in file.meta:
-                tree, tensors = file.meta["own"], _read_tensors(file)
-                own = OwnState(tree, {name: tensors[name] for name in names(tree)})
+                tree = file.meta["own"]
+                mine = {(name, None) for name in names(tree)}
+                pieces = read_pieces(file, mine.__contains__)
+                own = OwnState(tree, {name: tensor for (name, _), tensor in pieces.items()})
                 found[int(file.meta["sums"]["replica"])] = own
         return found
 
@@ -292,8 +273,8 @@ class MemoryCopies:
         except FileNotFoundError:
             present = []  # Another replica of the host was first.
         for path in present:
-            name = _NAME.fullmatch(path.name)
-            earlier = name is not None and (before is None or int(name[1]) < before)
+            generation = generation_of(path.name)
+            earlier = generation is not None and (before is None or generation < before)
             if earlier and path.name not in staying:
                 path.unlink(missing_ok=True)
         if before is None:
@@ -312,167 +293,29 @@ class MemoryCopies:
         self._writers.clear()
 
 
-class _Writer:
-    """One file: header, tensors, and the rest as JSON behind them."""
+def _read(file: Found, wanted: Callable[[Piece], bool]) -> dict[Piece, Tensor]:
+    """Reads pieces of a file that its writer may change meanwhile.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._memory: mmap.mmap | None = None
-        self._layout: dict[str, tuple[torch.dtype, torch.Size]] = {}
-        self._views: dict[str, Tensor] = {}
-        self._table: dict[str, list[Any]] = {}
-        self._end = _DATA
-
-    def write(self, version: Version, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
-        layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        if layout != self._layout or self._memory is None:
-            self._arrange(tensors)
-            self._layout = layout
-        meta["format"], meta["tensors"] = FORMAT, self._table
-        text = json.dumps(meta, separators=(",", ":")).encode()
-        memory = self._room_for(len(text))
-        head = (version.generation, version.step, version.epoch, self._end, len(text))
-        # Incomplete from here on, whatever happens.
-        _HEADER.pack_into(memory, 0, _MAGIC, 0, *head, 0)
-        to_host((view, tensors[name]) for name, view in self._views.items())
-        memory[self._end : self._end + len(text)] = text
-        _HEADER.pack_into(memory, 0, _MAGIC, 1, *head, zlib.crc32(text))
-
-    def _arrange(self, tensors: Mapping[str, Tensor]) -> None:
-        self.close()
-        offset = _DATA
-        self._table = {}
-        for name, tensor in tensors.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            self._table[name] = [dtype, list(tensor.shape), offset]
-            offset += -(-tensor.nbytes // _ALIGN) * _ALIGN
-        self._end = offset
-        self._open(offset + 2**16)
-        self._map(tensors)
-
-    def _map(self, tensors: Mapping[str, Tensor]) -> None:
-        assert self._memory is not None
-        self._views = {
-            name: _view(self._memory, tensors[name].dtype, shape, offset)
-            for name, (_, shape, offset) in self._table.items()
-        }
-
-    def _room_for(self, num_bytes: int) -> mmap.mmap:
-        assert self._memory is not None
-        if self._end + num_bytes > len(self._memory):
-            tensors = dict(self._views)
-            self.close()
-            self._open(self._end + 2 * num_bytes)
-            self._map(tensors)
-        return self._memory
-
-    def _open(self, size: int) -> None:
-        # A new file: readers of the old one keep what they have, and disk full shows here and not
-        # as a bus error when the memory is touched.
-        present = _read_meta(self.path)
-        if present is not None:
-            writer = Writer(*present.meta["writer"])
-            if writer.pid != os.getpid() and not process_gone(*writer):
-                raise RuntimeError(in_use(self.path.parent, writer))
-        self.path.unlink(missing_ok=True)
-        taken = _taken(self.path.parent)
-        total = capacity(self.path.parent)
-        if taken + size > SHARE * total:
-            raise OSError(
-                errno.ENOSPC,
-                f"copies of {taken + size} bytes would take more than half of its {total} bytes, "
-                "which data loaders and others need as well",
-            )
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, size)
-            else:
-                os.truncate(descriptor, size)
-            self._memory = mmap.mmap(descriptor, size)
-        except OSError:
-            self.path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(descriptor)
-
-    def close(self) -> None:
-        # The memory is unmapped when the last view of it goes.
-        self._views = {}
-        self._memory = None
-
-
-def in_use(directory: Path, writer: Writer) -> str:
-    """Why this process cannot keep its state in a directory, where another job's process does."""
-    return (
-        f"process {writer.pid} of another job is alive and keeps its state in {directory}, where "
-        f"this job (process {os.getpid()}) is to keep its own: two jobs cannot have one id. Start "
-        "this one with another --rdzv-id or --memory-dir, or stop the other one"
-    )
-
-
-def _taken(directory: Path) -> int:
-    """Bytes in the files of a directory, some of which may be removed meanwhile."""
-    total = 0
-    for file in directory.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            total += file.stat().st_size
-    return total
-
-
-def capacity(directory: Path) -> int:
-    """Bytes that the file system of a directory has."""
-    status = os.statvfs(directory)
-    return status.f_blocks * status.f_frsize
-
-
-def _view(memory: Any, dtype: torch.dtype, shape: Any, offset: int) -> Tensor:
-    count = 1
-    for length in shape:
-        count *= length
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
-
-
-def _read_meta(path: Path) -> _Found | None:
-    """The header and the JSON of a file, if it is complete."""
-    if _NAME.fullmatch(path.name) is None:
-        return None
+    Raises:
+        LookupError: It did.
+    """
     try:
-        with path.open("rb") as file:
-            head = file.read(_HEADER.size)
-            if len(head) < _HEADER.size:
-                return None
-            magic, complete, generation, step, epoch, end, size, crc = _HEADER.unpack(head)
-            if magic != _MAGIC or not complete:
-                return None
-            if end + size > os.fstat(file.fileno()).st_size:
-                return None
-            file.seek(end)
-            text = file.read(size)
-    except FileNotFoundError:
-        return None  # Removed by its writer, who is alive then.
-    if len(text) != size or zlib.crc32(text) != crc:
-        return None
-    meta = json.loads(text)
-    if meta["format"] != FORMAT:
-        return None
-    return _Found(
-        path=path,
-        version=Version(generation, step, epoch, meta["branch"]),
-        host=meta["host"],
-        share=meta["share"],
-        num_shares=meta["num_shares"],
-        meta=meta,
-    )
+        found = read_pieces(file, wanted)
+    except (OSError, ValueError) as error:
+        raise LookupError(f"{file.path} changed while it was read: {error}") from error
+    again = read_meta(file.path)
+    if again is None or again.version != file.version:
+        raise LookupError(f"{file.path} was overwritten while it was read")
+    return found
 
 
-def _read_tensors(file: _Found) -> dict[str, Tensor]:
-    """Copies of the tensors of a file, on the CPU."""
-    with file.path.open("rb") as stream:
-        memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-    return {
-        name: _view(memory, getattr(torch, dtype), shape, offset).clone()
-        for name, (dtype, shape, offset) in file.meta["tensors"].items()
-    }
+def _add_shards(tensors: dict[str, Held], file: Found) -> None:
+    """Adds the pieces of split tensors that a file has."""
+    if all(placement is None for (_, placement), _ in file.placements()):
+        return
+    for (name, placement), tensor in _read(file, lambda piece: piece[1] is not None).items():
+        assert placement is not None
+        present = tensors.get(name)
+        before = present.shards if isinstance(present, Sharded) else ()
+        shards = (*before, Shard(placement, tensor))
+        tensors[name] = Sharded(placement.shape, tensor.dtype, shards)

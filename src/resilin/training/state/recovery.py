@@ -25,7 +25,8 @@ from resilin.training.events import Stamp
 from resilin.training.job import Job
 from resilin.training.state.checkpoint import CheckpointError, Checkpoints
 from resilin.training.state.checkpoint.commit import Commit
-from resilin.training.state.memory import MemoryCopies, Writer, in_use
+from resilin.training.state.memory import MemoryCopies
+from resilin.training.state.memory_file import Writer, in_use
 from resilin.training.state.memory_schedule import MEMORY_BUDGET, MemorySchedule
 from resilin.training.state.registry import add_up, gathered, of_replica
 from resilin.training.state.restore import newest_state

@@ -16,8 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-from torch import Tensor
-
+from resilin.training.state.shards import Held
 from resilin.training.state.snapshot import Json, OwnState, Snapshot, Version, join, names, split
 
 SUMS = "sums/"
@@ -248,7 +247,7 @@ class Registry:
             tree[OWN + name], _ = split(OWN + name, thing.state_dict(), tensors)
         return OwnState(tree, tensors)
 
-    def _left(self, unclaimed: Iterable[str]) -> tuple[dict[str, Json], dict[str, Tensor]]:
+    def _left(self, unclaimed: Iterable[str]) -> tuple[dict[str, Json], dict[str, Held]]:
         """Restored parts that nobody has claimed, as a tree and its tensors."""
         if self._restored is None:
             return {}, {}
@@ -383,7 +382,7 @@ def _is_past(name: str, epoch: int) -> bool:
 def gathered(everyone: Mapping[int, OwnState]) -> OwnState:
     """The own states of replicas, by their numbers, in one tree."""
     tree: dict[str, Json] = {}
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Held] = {}
     for replica, own in sorted(everyone.items()):
         for name, part in own.tree.items():
             key = f"{OWN}{replica}/{name.removeprefix(OWN)}"

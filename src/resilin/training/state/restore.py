@@ -17,7 +17,8 @@ from resilin.engine.base import Engine
 from resilin.training.state.checkpoint import Checkpoints
 from resilin.training.state.memory import MemoryCopies
 from resilin.training.state.registry import add_up, gathered
-from resilin.training.state.snapshot import Json, Snapshot, Version, shares
+from resilin.training.state.shards import shares, whole_pieces
+from resilin.training.state.snapshot import Json, Snapshot, Version
 
 logger = logging.getLogger("resilin")
 
@@ -185,8 +186,9 @@ def _from_memory(engine: Engine, memory: MemoryCopies | None, version: Version) 
     tree, table = engine.broadcast(outline, source=holders[0])
     if mine is None:
         empty = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in table.items()}
-        mine = Snapshot(version, tree, empty)
+        mine = Snapshot(version, tree, dict(empty))
     dealt = shares(mine.tensors, len(holders))
     owners = {name: holders[i] for i, names in enumerate(dealt) for name in names}
-    engine.hand_out(mine.tensors, owners)
+    whole = {name: tensor for (name, _), tensor in whole_pieces(mine.tensors, owners).items()}
+    engine.hand_out(whole, owners)
     return mine

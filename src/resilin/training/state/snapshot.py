@@ -8,7 +8,6 @@ memory copy and the checkpoint are places for snapshots; this module knows neith
 from __future__ import annotations
 
 import base64
-import heapq
 import itertools
 import math
 from collections import Counter, OrderedDict, deque
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from resilin.core.recovery import Version as Version
+from resilin.training.state.shards import Held, Sharded
 
 Json = Any
 """What `json.dumps` takes: None, bool, int, float, str, and lists and dicts of them."""
@@ -39,12 +39,12 @@ class Snapshot:
     """Which state it is."""
     tree: dict[str, Json]
     """Per registered name, its state with tensors replaced by their names."""
-    tensors: dict[str, Tensor] = field(repr=False)
-    """All tensors, by a name that begins with that of their owner."""
+    tensors: dict[str, Held] = field(repr=False)
+    """All tensors, by a name that begins with that of their owner: whole, or pieces of them."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors."""
+        """Size of what is here of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def state(self, name: str) -> Any:
@@ -57,19 +57,19 @@ class OwnState(NamedTuple):
 
     tree: dict[str, Json]
     """By name, as in a snapshot."""
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Held]
     """The tensors in it."""
 
 
 def split(
-    name: str, state: Any, tensors: dict[str, Tensor] | None = None
-) -> tuple[Json, dict[str, Tensor]]:
+    name: str, state: Any, tensors: dict[str, Held] | None = None
+) -> tuple[Json, dict[str, Held]]:
     """Takes a state apart.
 
     Args:
         name: Whose state it is; the names of its tensors begin with it.
-        state: Numbers, strings, bytes, None, tensors, numpy arrays and numbers, and lists, tuples,
-            sets, deques and dicts of them.
+        state: Numbers, strings, bytes, None, tensors (whole or `Sharded`), numpy arrays and
+            numbers, and lists, tuples, sets, deques and dicts of them.
         tensors: Tensors of other states, to which those of this one are added.
 
     Returns:
@@ -82,7 +82,7 @@ def split(
     return _split(name, state, tensors), tensors
 
 
-def _split(path: str, value: Any, tensors: dict[str, Tensor]) -> Json:
+def _split(path: str, value: Any, tensors: dict[str, Held]) -> Json:
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | str):
@@ -93,6 +93,8 @@ def _split(path: str, value: Any, tensors: dict[str, Tensor]) -> Json:
         return float(value) if math.isfinite(value) else {_KIND: "float", "of": repr(float(value))}
     if isinstance(value, Tensor) and value.layout is torch.strided:
         return {_KIND: "tensor", "of": _put(tensors, path, value.detach())}
+    if isinstance(value, Sharded):
+        return {_KIND: "tensor", "of": _put(tensors, path, value)}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.isnative:
         tensor = torch.from_numpy(np.require(value, requirements=("C", "W")))
         return {_KIND: "array", "of": _put(tensors, path, tensor)}
@@ -119,7 +121,7 @@ def _split(path: str, value: Any, tensors: dict[str, Tensor]) -> Json:
     )
 
 
-def _put(tensors: dict[str, Tensor], path: str, tensor: Tensor) -> str:
+def _put(tensors: dict[str, Held], path: str, tensor: Held) -> str:
     """Files a tensor under its path, or beside it: keys with dots make the same path twice."""
     name = path
     for number in itertools.count(1):
@@ -130,7 +132,7 @@ def _put(tensors: dict[str, Tensor], path: str, tensor: Tensor) -> str:
     return name
 
 
-def _split_mapping(path: str, value: Mapping[Any, Any], tensors: dict[str, Tensor]) -> Json:
+def _split_mapping(path: str, value: Mapping[Any, Any], tensors: dict[str, Held]) -> Json:
     if type(value) is dict and _KIND not in value and all(type(key) is str for key in value):
         return {key: _split(f"{path}.{key}", item, tensors) for key, item in value.items()}
     pairs = []
@@ -145,7 +147,7 @@ def _split_mapping(path: str, value: Mapping[Any, Any], tensors: dict[str, Tenso
     return {_KIND: kind, "of": pairs}
 
 
-def join(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
+def join(tree: Json, tensors: Mapping[str, Held]) -> Any:
     """Puts a state together again.
 
     Raises:
@@ -157,7 +159,7 @@ def join(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
         raise ValueError(f"this is not the tree of a snapshot: {error}") from error
 
 
-def _join(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
+def _join(tree: Json, tensors: Mapping[str, Held]) -> Any:
     if isinstance(tree, list):
         return [_join(item, tensors) for item in tree]
     if not isinstance(tree, dict):
@@ -169,7 +171,10 @@ def _join(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
         if of not in tensors:
             raise ValueError(f"the tensor {of!r} is missing from the snapshot")
         tensor = tensors[str(of)]
-        return tensor if kind == "tensor" else tensor.numpy().copy()
+        if kind == "tensor":
+            return tensor
+        assert isinstance(tensor, Tensor), "arrays are not split"
+        return tensor.numpy().copy()
     if kind == "float":
         return float(of)  # type: ignore[arg-type]
     if kind == "bytes":
@@ -197,22 +202,3 @@ def names(tree: Json) -> Iterator[str]:
             yield tree["of"]
         else:
             yield from names(list(tree.values()))
-
-
-def shares(tensors: Mapping[str, Tensor], num: int) -> list[list[str]]:
-    """Deals tensors out to `num` owners, by size; every replica computes the same.
-
-    The largest goes first, to whoever has the least so far.
-    """
-    return deal({name: tensor.nbytes for name, tensor in tensors.items()}, num)
-
-
-def deal(sizes: Mapping[str, int], num: int) -> list[list[str]]:
-    """The same for anything that has a size."""
-    dealt: list[list[str]] = [[] for _ in range(num)]
-    loads = [(0, owner) for owner in range(num)]
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        load, owner = loads[0]
-        heapq.heapreplace(loads, (load + sizes[name], owner))
-        dealt[owner].append(name)
-    return dealt

@@ -76,7 +76,7 @@ def test_a_tensor_file_executes_nothing(checkpoints, marker, form, hidden):
     Path(commit.path, "__0_0.distcp").write_bytes(data)
 
     def moved(tensors):
-        tensors["x"].update(offset=0, length=len(data))
+        tensors["x"]["pieces"][0].update(offset=0, length=len(data))
         return tensors
 
     recommit(Path(commit.path), tensors=moved)
@@ -92,7 +92,7 @@ def forge(checkpoints, data):
     Path(commit.path, "__0_0.distcp").write_bytes(data)
 
     def moved(tensors):
-        tensors["x"].update(offset=0, length=len(data))
+        tensors["x"]["pieces"][0].update(offset=0, length=len(data))
         return tensors
 
     recommit(Path(commit.path), tensors=moved)
@@ -174,7 +174,7 @@ def test_a_commit_reaches_nothing_outside_its_directory(checkpoints, tmp_path, n
         return {name: files["__0_0.distcp"], ".metadata": files[".metadata"]}
 
     def moved(tensors):
-        tensors["x"]["file"] = name
+        tensors["x"]["pieces"][0]["file"] = name
         return tensors
 
     recommit(Path(newer.path), files=renamed, tensors=moved)

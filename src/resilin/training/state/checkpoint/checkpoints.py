@@ -9,6 +9,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from resilin.training.state.checkpoint import saver
 from resilin.training.state.checkpoint.catalogue import clear, scan
@@ -18,6 +19,7 @@ from resilin.training.state.checkpoint.peers import Peers
 from resilin.training.state.checkpoint.reader import read
 from resilin.training.state.checkpoint.storage import open_storage
 from resilin.training.state.checkpoint.writer import Stage
+from resilin.training.state.placement import Wanted
 from resilin.training.state.snapshot import Snapshot, Version
 
 logger = logging.getLogger("resilin.checkpoint")
@@ -71,7 +73,8 @@ class Checkpoints:
         its end without it, but most object stores cannot be reached while Python shuts down.
 
         Args:
-            snapshot: The same on all replicas.
+            snapshot: The same on all replicas, but for the pieces of split tensors: of these each
+                process has its own, and together they must be the whole.
             group: The replicas, as a gloo group with a timeout. Until the save has ended nothing
                 else may use it. None for a job of one process.
 
@@ -81,7 +84,7 @@ class Checkpoints:
         """
         self.wait()
         for name, tensor in snapshot.tensors.items():
-            if tensor.layout is not torch.strided:
+            if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
                 raise ValueError(
                     f"{name} has the layout {tensor.layout}; only {torch.strided} can be saved"
                 )
@@ -151,19 +154,36 @@ class Checkpoints:
             logger.warning("a checkpoint is skipped: %s", reason)
         return found.commits, found.damaged
 
-    def load(self, commit: Commit, group: dist.ProcessGroup | None = None) -> Snapshot:
+    def load(
+        self,
+        commit: Commit,
+        group: dist.ProcessGroup | None = None,
+        *,
+        wanted: Wanted | None = None,
+    ) -> Snapshot:
         """Loads a checkpoint, on all replicas together; each gets all of it, on the CPU.
 
         Each file is read and checked by one replica, and sent to the others.
+
+        Args:
+            commit: Which one.
+            group: The replicas; None for a job of one process.
+            wanted: Placements that this process needs of some tensors, which it gets as `Sharded`;
+                it gets the others whole. It does not matter how they were split when saved.
 
         Raises:
             CorruptCheckpoint: It is not what was saved.
             CheckpointError: Storage or a replica failed, or replicas load different ones.
         """
-        return Snapshot(commit.version, commit.tree, read(self._storage, commit, Peers(group)))
+        tensors = read(self._storage, commit, Peers(group), wanted)
+        return Snapshot(commit.version, commit.tree, tensors)
 
     def newest(
-        self, group: dist.ProcessGroup | None = None, *, at_least: Version | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        at_least: Version | None = None,
+        wanted: Wanted | None = None,
     ) -> Snapshot | None:
         """Loads the newest checkpoint that is whole, on all replicas together.
 
@@ -172,6 +192,7 @@ class Checkpoints:
         Args:
             group: The replicas; None for a job of one process.
             at_least: A state that can be had elsewhere: checkpoints of older ones are left alone.
+            wanted: As in `load`.
 
         Returns:
             The snapshot, or None if there is no such checkpoint.
@@ -187,7 +208,7 @@ class Checkpoints:
             if at_least is not None and commit.version < at_least:
                 break
             try:
-                return self.load(commit, group)
+                return self.load(commit, group, wanted=wanted)
             except CorruptCheckpoint as error:
                 problems.append(str(error))
                 logger.warning("a checkpoint is skipped: %s", error)

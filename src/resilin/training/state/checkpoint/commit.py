@@ -2,7 +2,7 @@
 
 The file is one JSON object, `{"crc32": ..., "commit": ...}`, whose checksum is that of the exact
 bytes of the commit. That envelope stays as it is in every later format, so that a format too new
-for this reader can be told from a damaged file.
+for this reader can be told from a damaged file. Earlier formats are read, never written.
 
 Nothing in it is trusted: a name that is not one of ours, a tensor outside its file or larger than
 the bytes that hold it are refused when it is decoded, before anything else is opened.
@@ -15,6 +15,7 @@ import math
 import re
 import secrets
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +23,14 @@ import torch
 
 from resilin import __version__
 from resilin.training.state.checkpoint.errors import CorruptCheckpoint
+from resilin.training.state.placement import Placement, Sizes, check_split
 from resilin.training.state.snapshot import Json, Version
 
-FORMAT = 1
-"""Number of the format that is written. Readers refuse a higher one."""
+FORMAT = 2
+"""Number of the format that is written. Readers refuse a higher one, and read all lower ones.
+
+1: every tensor is whole, in one place. 2: a tensor has pieces, each with a placement.
+"""
 COMMIT_FILE = "COMMIT.json"
 """Its name; written last, deleted first."""
 METADATA_FILE = ".metadata"
@@ -53,18 +58,23 @@ class FileSum:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a tensor is."""
+    """Where a piece of a tensor is stored."""
 
     dtype: str
     """As torch names it, without the `torch.`."""
-    shape: tuple[int, ...]
-    """Its size."""
+    placement: Placement
+    """Which piece of the tensor it is; often the whole."""
     file: str
     """The file that holds it."""
     offset: int
     """Where in the file it begins."""
     length: int
     """Bytes it takes there, with what `torch.save` puts around it."""
+
+    @property
+    def sizes(self) -> Sizes:
+        """Shape of the piece."""
+        return self.placement.sizes
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -75,8 +85,8 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor alone."""
-        return math.prod(self.shape) * self.torch_dtype.itemsize
+        """Size of the piece alone."""
+        return math.prod(self.sizes) * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +101,8 @@ class Commit:
     """The whole path or URL of that directory, as other tools take it."""
     files: dict[str, FileSum] = field(repr=False)
     """Its files but for `COMMIT.json`, by name."""
-    tensors: dict[str, Entry] = field(repr=False)
-    """Where each tensor is, by name."""
+    tensors: dict[str, tuple[Entry, ...]] = field(repr=False)
+    """Where the pieces of each tensor are, by name; together they are the whole tensor."""
     tree: dict[str, Json] = field(repr=False)
     """The part of the snapshot that is not tensors."""
     resilin: str = __version__
@@ -122,21 +132,28 @@ def encode(commit: Commit) -> bytes:
                 name: {"size": file.size, "crc32": f"{file.crc32:08x}"}
                 for name, file in commit.files.items()
             },
-            "tensors": {
-                name: {
-                    "dtype": entry.dtype,
-                    "shape": entry.shape,
-                    "file": entry.file,
-                    "offset": entry.offset,
-                    "length": entry.length,
-                }
-                for name, entry in commit.tensors.items()
-            },
+            "tensors": {name: _encoded(pieces) for name, pieces in commit.tensors.items()},
             "tree": commit.tree,
         },
         allow_nan=False,
     ).encode()
     return b'{"crc32": "%08x", "commit": %s}\n' % (zlib.crc32(body), body)
+
+
+def _encoded(pieces: Sequence[Entry]) -> Json:
+    return {
+        "dtype": pieces[0].dtype,
+        "shape": pieces[0].placement.shape,
+        "pieces": [
+            {"file": each.file, "offset": each.offset, "length": each.length}
+            | (
+                {}
+                if each.placement.is_whole
+                else {"offsets": each.placement.offsets, "sizes": each.placement.sizes}
+            )
+            for each in pieces
+        ],
+    }
 
 
 def decode(data: bytes, name: str, path: str) -> Commit:
@@ -169,12 +186,12 @@ def decode(data: bytes, name: str, path: str) -> Commit:
             f"formats up to {FORMAT}: a newer resilin is needed to go on from it"
         )
     try:
-        return _checked(fields, name, path)
+        return _checked(fields, format_number, name, path)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(f"{file}: no valid commit: {error}") from error
 
 
-def _checked(fields: Any, name: str, path: str) -> Commit:
+def _checked(fields: Any, format_number: int, name: str, path: str) -> Commit:
     files = {}
     for file, its in fields["files"].items():
         if _DATA_FILE.fullmatch(file) is None:
@@ -182,16 +199,52 @@ def _checked(fields: Any, name: str, path: str) -> Commit:
         files[file] = FileSum(_whole(its["size"]), int(its["crc32"], 16))
     if METADATA_FILE not in files:
         raise ValueError(f"{METADATA_FILE} is missing from its files")
-    tensors = {}
+    decoded = _decoded_1 if format_number == 1 else _decoded
+    # In the order in which they were saved.
+    tensors = {key: decoded(its) for key, its in fields["tensors"].items()}
+    for key, pieces in tensors.items():
+        check_split(key, pieces[0].placement.shape, [each.placement for each in pieces])
+    _check_places(tensors, files)
+    if not isinstance(fields["tree"], dict):
+        raise ValueError(f"the tree is a {type(fields['tree']).__name__}, not an object")
+    return Commit(
+        version=Version(*(_whole(fields[key]) for key in ("generation", "step", "epoch"))),
+        name=name,
+        path=path,
+        files=files,
+        tensors=tensors,
+        tree=fields["tree"],
+        resilin=str(fields["resilin"]),
+    )
+
+
+def _decoded(its: Any) -> tuple[Entry, ...]:
+    dtype, shape = str(its["dtype"]), _sizes(its["shape"])
+    pieces = []
+    for each in its["pieces"]:
+        placement = Placement.whole(shape)
+        if "offsets" in each or "sizes" in each:
+            placement = Placement(shape, _sizes(each["offsets"]), _sizes(each["sizes"]))
+        pieces.append(_entry(dtype, placement, each))
+    if not pieces:
+        raise ValueError("a tensor without pieces")
+    return tuple(pieces)
+
+
+def _decoded_1(its: Any) -> tuple[Entry, ...]:
+    """Decode a tensor of format 1, which is whole."""
+    return (_entry(str(its["dtype"]), Placement.whole(_sizes(its["shape"])), its),)
+
+
+def _entry(dtype: str, placement: Placement, its: Any) -> Entry:
+    return Entry(dtype, placement, its["file"], _whole(its["offset"]), _whole(its["length"]))
+
+
+def _check_places(tensors: Mapping[str, Sequence[Entry]], files: Mapping[str, FileSum]) -> None:
+    """Checks that each piece has bytes of its own, within its file, and enough of them."""
     ends = dict.fromkeys(files, 0)
-    for key, its in sorted(fields["tensors"].items(), key=lambda item: _whole(item[1]["offset"])):
-        entry = Entry(
-            dtype=str(its["dtype"]),
-            shape=tuple(_whole(size) for size in its["shape"]),
-            file=its["file"],
-            offset=_whole(its["offset"]),
-            length=_whole(its["length"]),
-        )
+    entries = [(key, entry) for key, pieces in tensors.items() for entry in pieces]
+    for key, entry in sorted(entries, key=lambda item: item[1].offset):
         if entry.file not in files:
             raise ValueError(f"{key} is in {entry.file!r}, which is not among its files")
         end, size = entry.offset + entry.length, files[entry.file].size
@@ -203,19 +256,10 @@ def _checked(fields: Any, name: str, path: str) -> Commit:
         ends[entry.file] = end
         if entry.num_bytes > entry.length:
             raise ValueError(f"{key} has {entry.num_bytes} bytes, in a place of {entry.length}")
-        tensors[key] = entry
-    if not isinstance(fields["tree"], dict):
-        raise ValueError(f"the tree is a {type(fields['tree']).__name__}, not an object")
-    return Commit(
-        version=Version(*(_whole(fields[key]) for key in ("generation", "step", "epoch"))),
-        name=name,
-        path=path,
-        files=files,
-        # In the order in which they were saved: sorting was for the check alone.
-        tensors={key: tensors[key] for key in fields["tensors"]},
-        tree=fields["tree"],
-        resilin=str(fields["resilin"]),
-    )
+
+
+def _sizes(value: Any) -> Sizes:
+    return tuple(_whole(size) for size in value)
 
 
 def _whole(value: Any, at_least: int = 0) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import IO
 
 import torch
@@ -20,7 +20,8 @@ from resilin.training.state.checkpoint.commit import Commit, Entry
 from resilin.training.state.checkpoint.errors import CheckpointError, CorruptCheckpoint
 from resilin.training.state.checkpoint.peers import Peers
 from resilin.training.state.checkpoint.storage import Storage
-from resilin.training.state.snapshot import deal
+from resilin.training.state.placement import Piece, Wanted, deal
+from resilin.training.state.shards import Assembly, Held
 
 _BLOCK = 1 << 22
 """Bytes read at once where they are only summed up."""
@@ -28,51 +29,70 @@ _PACK = 1 << 24
 """Tensors are sent together up to so many bytes: each sending has a cost of its own."""
 
 
-def read(storage: Storage, commit: Commit, peers: Peers) -> dict[str, Tensor]:
-    """Reads all tensors of a commit, on every replica.
+def read(
+    storage: Storage, commit: Commit, peers: Peers, wanted: Wanted | None = None
+) -> dict[str, Held]:
+    """Reads the tensors of a commit, on every process.
+
+    All pieces pass through all processes, one file after the other; each keeps what it needs.
+
+    Args:
+        storage: Where the checkpoint is.
+        commit: Which one it is.
+        peers: Who reads it together.
+        wanted: The pieces that this process needs of some tensors; it gets the others whole.
 
     Raises:
         CorruptCheckpoint: A file is not what it was; on all replicas or on none.
         CheckpointError: Storage or a replica failed.
     """
     readers = deal({name: its.size for name, its in commit.files.items()}, peers.num)
-    tensors: dict[str, Tensor] = {}
+    mine: dict[Piece, Tensor] = {}
 
     def read_mine() -> str:
         for file in readers[peers.rank]:
-            tensors.update(read_file(storage, commit, file))
+            mine.update(read_file(storage, commit, file))
         return commit.name
 
     names = peers.all(read_mine)
     if len(set(names)) > 1:
         raise CheckpointError(f"the replicas load different checkpoints: {', '.join(names)}")
+    assembly = Assembly(wanted)
     for source, files in enumerate(readers):
-        entries = {name: entry for name, entry in commit.tensors.items() if entry.file in files}
-        if source != peers.rank:
-            tensors.update(
-                {
-                    name: torch.empty(entry.shape, dtype=entry.torch_dtype)
-                    for name, entry in entries.items()
-                }
-            )
+        pieces = []
+        for name, entry in _entries(commit, files):
+            if source == peers.rank:
+                data = mine.pop((name, entry.placement))
+            else:
+                data = torch.empty(entry.sizes, dtype=entry.torch_dtype)
+            pieces.append((name, entry.placement, data))
         if peers.num > 1:
-            _send([tensors[name] for name in entries], source, peers)
-    return {name: tensors[name] for name in commit.tensors}
+            _send([data for _, _, data in pieces], source, peers)
+        for piece in pieces:
+            assembly.add(*piece)
+    found = assembly.result()
+    return {name: found[name] for name in commit.tensors}
 
 
-def read_file(storage: Storage, commit: Commit, file: str) -> dict[str, Tensor]:
-    """Reads the tensors in one file, and checks all of it.
+def _entries(commit: Commit, files: Collection[str]) -> Iterator[tuple[str, Entry]]:
+    """The pieces in some files, with the names of their tensors; in the order of the commit."""
+    for name, pieces in commit.tensors.items():
+        for entry in pieces:
+            if entry.file in files:
+                yield name, entry
+
+
+def read_file(storage: Storage, commit: Commit, file: str) -> dict[Piece, Tensor]:
+    """Reads the pieces in one file, and checks all of it.
 
     Raises:
         CorruptCheckpoint: It is missing, cut off or altered, or holds other tensors than it should.
     """
     where = f"{commit.path}/{file}"
     expected = commit.files[file]
-    entries = sorted(
-        ((name, entry) for name, entry in commit.tensors.items() if entry.file == file),
-        key=lambda item: item[1].offset,
-    )
-    tensors, problem, crc32 = {}, None, 0
+    entries = sorted(_entries(commit, (file,)), key=lambda item: item[1].offset)
+    tensors: dict[Piece, Tensor] = {}
+    problem, crc32 = None, 0
     try:
         if (size := storage.size(commit.name, file)) != expected.size:
             raise CorruptCheckpoint(f"{where}: {expected.size} bytes expected, found {size}")
@@ -84,7 +104,7 @@ def read_file(storage: Storage, commit: Commit, file: str) -> dict[str, Tensor]:
                 crc32 = zlib.crc32(data, crc32)
                 position = entry.offset + entry.length
                 try:
-                    tensors[name] = _tensor(data, entry)
+                    tensors[name, entry.placement] = _tensor(data, entry)
                 except Exception as error:
                     # The checksum tells more, if it does not match either.
                     problem = problem or f"{name}: {type(error).__name__}: {error}"
@@ -119,9 +139,9 @@ def _tensor(data: bytes, entry: Entry) -> Tensor:
         raise ValueError(
             f"{torch.strided} on cpu expected, found {tensor.layout} on {tensor.device.type}"
         )
-    if (tensor.dtype, tuple(tensor.shape)) != (entry.torch_dtype, entry.shape):
+    if (tensor.dtype, tuple(tensor.shape)) != (entry.torch_dtype, entry.sizes):
         raise ValueError(
-            f"{entry.torch_dtype} of {entry.shape} expected, found {tensor.dtype} of "
+            f"{entry.torch_dtype} of {entry.sizes} expected, found {tensor.dtype} of "
             f"{tuple(tensor.shape)}"
         )
     # torch takes the size of the storage from the pickle: more than the record would be the memory

@@ -17,6 +17,7 @@ from resilin.training.state.checkpoint.commit import (
     COMMIT_FILE,
     METADATA_FILE,
     Commit,
+    Entry,
     attempt_name,
     encode,
 )
@@ -24,7 +25,9 @@ from resilin.training.state.checkpoint.errors import CheckpointError
 from resilin.training.state.checkpoint.peers import Outcome, Peers, attempt, values
 from resilin.training.state.checkpoint.storage import Storage
 from resilin.training.state.checkpoint.writer import Stage, Written, write_metadata, write_share
-from resilin.training.state.snapshot import Json, Snapshot, Version, shares
+from resilin.training.state.placement import Piece, Placement, check_split
+from resilin.training.state.shards import Sharded, own_pieces, shares, whole_pieces
+from resilin.training.state.snapshot import Json, Snapshot, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +41,32 @@ class Task:
     names: list[str]
     """All its tensors, in their order."""
     layout: int
-    """A checksum of names, dtypes and shapes: by these the shares are dealt out."""
-    share: Outcome[dict[str, Tensor]]
-    """Copies of the tensors that this replica writes, if there was memory for them."""
+    """A checksum of names, dtypes and shapes of whole tensors: by these shares are dealt out."""
+    share: Outcome[dict[Piece, Tensor]]
+    """Copies of the pieces that this process writes, if there was memory for them."""
 
     @classmethod
     def of(cls, snapshot: Snapshot, stage: Stage, peers: Peers) -> Task:
-        """Copies aside what this replica needs of a snapshot."""
-        mine = shares(snapshot.tensors, peers.num)[peers.rank]
-        layout = [(name, str(t.dtype), tuple(t.shape)) for name, t in snapshot.tensors.items()]
+        """Copies aside what this process writes of a snapshot."""
+        tensors = snapshot.tensors
+        layout = [
+            (name, str(t.dtype), tuple(t.shape), *(("split",) if isinstance(t, Sharded) else ()))
+            for name, t in tensors.items()
+        ]
         return cls(
             version=snapshot.version,
             tree=json.loads(json.dumps(snapshot.tree, allow_nan=False)),
-            names=list(snapshot.tensors),
+            names=list(tensors),
             layout=zlib.crc32(repr(sorted(layout)).encode()),
-            # Memory may lack on one replica alone. The others are told, and do not wait for it.
-            share=attempt(lambda: stage.copy(snapshot.tensors, mine)),
+            # Memory may lack on one process alone. The others are told, and do not wait for it.
+            share=attempt(lambda: stage.copy(_written_by(snapshot, peers))),
         )
+
+
+def _written_by(snapshot: Snapshot, peers: Peers) -> dict[Piece, Tensor]:
+    """The whole tensors that are dealt to this process, and the pieces that it holds."""
+    dealt = shares(snapshot.tensors, peers.num)[peers.rank]
+    return whole_pieces(snapshot.tensors, dealt) | dict(own_pieces(snapshot.tensors))
 
 
 def save(storage: Storage, task: Task, peers: Peers) -> Commit:
@@ -103,18 +115,36 @@ def _commit(storage: Storage, task: Task, name: str, parts: list[Written]) -> Co
     files = {file: its for part in parts for file, its in part.files.items()}
     for file, its in files.items():
         _check_seen(storage, name, file, its.size)
-    files[METADATA_FILE] = write_metadata(storage, name, parts)
-    entries = {key: entry for part in parts for key, entry in part.entries.items()}
+    tensors = _tensors(task.names, parts)
+    files[METADATA_FILE] = write_metadata(storage, name, tensors)
     commit = Commit(
         version=task.version,
         name=name,
         path=storage.path(name),
         files=files,
-        tensors={key: entries[key] for key in task.names},
+        tensors=tensors,
         tree=task.tree,
     )
     storage.publish(name, COMMIT_FILE, encode(commit))
     return commit
+
+
+def _tensors(names: list[str], parts: list[Written]) -> dict[str, tuple[Entry, ...]]:
+    """The pieces of each tensor, from what all processes have written.
+
+    Raises:
+        ValueError: The pieces of a tensor are not the whole of it.
+    """
+    found: dict[str, dict[Placement, Entry]] = {name: {} for name in names}
+    for part in parts:
+        for name, entry in part.entries:
+            # Of a piece that several processes hold, the copy of the first counts.
+            found[name].setdefault(entry.placement, entry)
+    for name, pieces in found.items():
+        if not pieces:
+            raise ValueError(f"no process has written a piece of {name}")
+        check_split(name, next(iter(pieces)).shape, list(pieces))
+    return {name: tuple(pieces.values()) for name, pieces in found.items()}
 
 
 def _check_seen(storage: Storage, name: str, file: str, size: int) -> None:

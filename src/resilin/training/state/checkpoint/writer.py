@@ -1,51 +1,56 @@
-"""Writing: a share of the tensors is copied aside, then written in the format of DCP.
+"""Writing: the pieces of a process are copied aside, then written in the format of DCP.
 
-The steps are those of `torch.distributed.checkpoint.save`, taken one by one: it would gather plans
-and failures in rounds of its own, where one gathering at the end is enough, since shares are dealt
-out beforehand and nothing is written twice. What it leaves on storage is the same.
+`torch.distributed.checkpoint.save` would gather plans and failures in rounds of its own, where one
+gathering at the end is enough: who writes what is known beforehand, and nothing is written twice.
+What is left on storage can be read by DCP as if it had written it.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from resilin.compat.torch_names import make_place
 from resilin.engine import devices
 from resilin.training.state.checkpoint.commit import METADATA_FILE, Entry, FileSum
 from resilin.training.state.checkpoint.storage import Storage
+from resilin.training.state.placement import Piece, Placement
 
 _DCP_VERSION = "1.0.0"
 """Version of DCP's format that this is; newer versions of torch note it."""
 
 
 class Stage:
-    """Host memory for a share of the tensors, used again by each save."""
+    """Host memory for the pieces that a process writes, used again by each save."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[Piece, Tensor] = {}
 
-    def copy(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-        """Copies these tensors aside, and returns when that is done.
+    def copy(self, pieces: Mapping[Piece, Tensor]) -> dict[Piece, Tensor]:
+        """Copies these pieces aside, and returns when that is done.
 
         The copies are good until the next call. Memory is pinned where the device gains by it.
         """
-        staged = {name: self._buffer(name, tensors[name]) for name in names}
-        devices.to_host((buffer, tensors[name].detach()) for name, buffer in staged.items())
+        staged = {piece: self._buffer(piece, tensor) for piece, tensor in pieces.items()}
+        devices.to_host((buffer, pieces[piece].detach()) for piece, buffer in staged.items())
         # What is no longer in the share is given back.
         self._buffers = dict(staged)
         return staged
 
-    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        old = self._buffers.get(name)
+    def _buffer(self, piece: Piece, tensor: Tensor) -> Tensor:
+        old = self._buffers.get(piece)
         pinned = devices.of(tensor.device).pins
         if (
             old is not None
@@ -58,51 +63,67 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one replica has written."""
+    """The report of one process on what it has written."""
 
-    plan: SavePlan
-    """Its part of DCP's plan."""
-    places: dict[MetadataIndex, Any]
-    """Where DCP finds the tensors."""
-    entries: dict[str, Entry]
-    """Where we find them."""
+    entries: list[tuple[str, Entry]]
+    """Names of tensors, and where pieces of them are."""
     files: dict[str, FileSum] = field(default_factory=dict)
     """The files; none for an empty share."""
 
 
-def write_share(storage: Storage, attempt: str, rank: int, share: dict[str, Tensor]) -> Written:
-    """Writes the share of one replica into a file of its own."""
+def write_share(
+    storage: Storage, attempt: str, process: int, share: Mapping[Piece, Tensor]
+) -> Written:
+    """Writes the pieces of one process into a file of its own."""
     storage.prepare(attempt)
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(share, is_coordinator=rank == 0)
-    written = Written(planner.finish_plan(planner.create_local_plan()), {}, {})
-    if not written.plan.items:
+    written = Written([])
+    if not share:
         return written
-    name = f"__{rank}_0.distcp"
-    with storage.create(attempt, name) as stream:
-        for item in written.plan.items:
-            tensor: Any = planner.resolve_data(item)
+    file = f"__{process}_0.distcp"
+    with storage.create(attempt, file) as stream:
+        for (name, placement), tensor in share.items():
             begin = stream.tell()
             torch.save(tensor, stream)  # type: ignore[arg-type]
             # Here and not within: see Sums.
             stream.check()
-            length = stream.tell() - begin
-            written.places[item.index] = make_place(name, begin, length)
-            written.entries[item.index.fqn] = Entry(
-                str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), name, begin, length
-            )
-    written.files[name] = stream.sum
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            where = placement or Placement.whole(tensor.shape)
+            entry = Entry(dtype, where, file, begin, stream.tell() - begin)
+            written.entries.append((name, entry))
+    written.files[file] = stream.sum
     return written
 
 
-def write_metadata(storage: Storage, attempt: str, parts: list[Written]) -> FileSum:
-    """Writes what DCP's own readers need, from what all replicas have written."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner({}, is_coordinator=True)
-    _, metadata = planner.create_global_plan([part.plan for part in parts])
-    metadata.version = _DCP_VERSION
-    metadata.storage_data = {index: place for part in parts for index, place in part.places.items()}
-    metadata.storage_meta = StorageMeta(save_id=attempt)
+def write_metadata(
+    storage: Storage, attempt: str, tensors: Mapping[str, Sequence[Entry]]
+) -> FileSum:
+    """Writes what DCP's own readers need: the pieces of all tensors, and where they are."""
+    metadata = Metadata(
+        state_dict_metadata={
+            name: TensorStorageMetadata(
+                properties=TensorProperties(dtype=pieces[0].torch_dtype),
+                size=torch.Size(pieces[0].placement.shape),
+                chunks=[
+                    ChunkStorageMetadata(
+                        torch.Size(each.placement.offsets), torch.Size(each.placement.sizes)
+                    )
+                    for each in pieces
+                ],
+            )
+            for name, pieces in tensors.items()
+        },
+        # The path of each name in the state, which is flat.
+        planner_data={name: (name,) for name in tensors},
+        storage_data={
+            MetadataIndex(name, each.placement.offsets): make_place(
+                each.file, each.offset, each.length
+            )
+            for name, pieces in tensors.items()
+            for each in pieces
+        },
+        storage_meta=StorageMeta(save_id=attempt),
+        version=_DCP_VERSION,
+    )
     with storage.create(attempt, METADATA_FILE) as stream:
         pickle.dump(metadata, stream)
     return stream.sum
