@@ -59,6 +59,32 @@ def _show(job: Job) -> None:
         job.trained.face.register_forward_pre_hook(forward_begins)
 
 
+def _recovery(job: Job) -> Recovery:
+    """Restores the newest state there is."""
+
+    def close_log() -> None:
+        if job.recorder is not None:
+            job.recorder.close()
+
+    def flush_log() -> None:
+        if job.recorder is not None:
+            job.recorder.flush()
+
+    recovery = Recovery(
+        job.state_settings or from_environment(),
+        job.engine,
+        job.registry,
+        job.timeline,
+        job.events,
+        close_log=close_log,
+        flush_log=flush_log,
+    )
+    recovery.start()
+    if recovery.active:
+        job.voters.append(recovery)
+    return recovery
+
+
 def start(job: Job) -> Recovery:
     """Starts the job, once: restores the newest state there is."""
     if job.recovery is None:
@@ -67,8 +93,7 @@ def start(job: Job) -> Recovery:
             lost.tell_briefly(job.engine.replica)
         job.random = RandomStates(job.timeline, job.engine)
         job.registry.add_own(NAME, job.random)
-        job.recovery = Recovery(job, job.state_settings or from_environment())
-        job.recovery.start()
+        job.recovery = _recovery(job)
         job.recorder = Recorder(
             job.timeline,
             job.events,

@@ -37,7 +37,7 @@ from resilin.training.lifecycle import begin_step, commit_step, make_step
 from resilin.training.model import Ends, TrainedModel
 from resilin.training.sizing.reference import ReferenceBatch
 from resilin.training.sizing.scaling import StepScaling
-from resilin.training.state.divergence import CrossCheck, DivergenceCheck
+from resilin.training.state.divergence import CrossCheck, DivergenceCheck, decided_by
 from resilin.training.state.freezing import Frozen
 
 ScheduleBy = Literal["user", "rule", "samples", "tokens", "progress"]
@@ -116,7 +116,13 @@ class AdaptiveDataParallel(nn.Module):
             job.timeline,
             num_groups,
         )
-        self._check = DivergenceCheck(job, model, cross_check)
+        self._check = DivergenceCheck(
+            job.engine,
+            job.timeline,
+            model,
+            cross_check,
+            lambda: decided_by(self.optimizer, self.scale, self.gain, self.factors),
+        )
         ballot = Ballot(job.voters)
         self._gradient = StepGradient(
             model,
@@ -175,7 +181,8 @@ class AdaptiveDataParallel(nn.Module):
         for name in self._registered:
             self.job.registry.release(name)
         self._trained.release()
-        self._check.leave()
+        if self._check in self.job.voters:
+            self.job.voters.remove(self._check)
         if self.job.trained is self._trained:
             self.job.trained = None
 

@@ -522,7 +522,7 @@ def test_what_is_in_the_way_is_not_followed(directory):
 
 
 def test_copies_leave_room_for_others(directory, monkeypatch):
-    monkeypatch.setattr(memory, "capacity", lambda _: 10_000_000)
+    monkeypatch.setattr(memory_file, "capacity", lambda _: 10_000_000)
     copies = MemoryCopies(directory)
     copies.keep(state(1, size=50_000), {}, place())
     with pytest.raises(OSError, match="more than half of its 10000000 bytes"):

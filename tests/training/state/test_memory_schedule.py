@@ -12,7 +12,7 @@ import torch
 import resilin
 from resilin.core.events import RiskEvent
 from resilin.engine.base import Engine
-from resilin.training.state import memory_file, recovery
+from resilin.training.state import memory_file, startup
 from resilin.training.state.memory import MemoryCopies, Place
 from resilin.training.state.memory_schedule import LONGEST_PAUSE, MemorySchedule
 from resilin.training.state.registry import Registry
@@ -55,7 +55,7 @@ class Host:
 
     def keep(self, *steps, failed=0.0):
         for step in steps:
-            self.schedule.counted(0.0, 1.0, failed + self.schedule.votes()[1])
+            self.schedule.counted(1.0, 0.0, failed + self.schedule.votes()[2])
             self.large.step = step
             self.schedule.keep(Version(self.generation, step))
 
@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_tried_again_and_warned_of_once(host, caplog):
     host.keep(*range(4, 40))
     assert caplog.text.count("no room for a memory copy of step 4 in") == 1
     assert host.schedule.at_risk is None
-    assert host.schedule.votes()[1] == 1
+    assert host.schedule.votes()[2] == 1
     # The last complete one is left alone, whatever fails.
     assert host.versions == [(0, 3)]
     host.room *= 4
@@ -165,7 +165,7 @@ input()
 def test_the_state_of_a_job_that_is_alive_is_not_taken(tmp_path, monkeypatch):
     directory = tmp_path / "memory"
     monkeypatch.setenv("RESILIN_MEMORY_DIR", str(directory))
-    monkeypatch.setattr(recovery, "PATIENCE", 0.3)
+    monkeypatch.setattr(startup, "PATIENCE", 0.3)
     command = [sys.executable, "-c", textwrap.dedent(OTHER_JOB), str(directory)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         try:

@@ -61,13 +61,13 @@ def run(folder, epochs=3, every=1, **hooks):
 def wait_for_save():
     # A crash of the script leaves a save in flight to its thread, which ends before the process.
     recovery = resilin.current_job().recovery
-    if recovery is not None and recovery._checkpoints is not None:
-        recovery._checkpoints.wait()
+    if recovery is not None and recovery._saves.checkpoints is not None:
+        recovery._saves.checkpoints.wait()
 
 
 def wait_for_thread():
     # How the save has ended is for the training to find out.
-    while resilin.current_job().recovery._checkpoints.saving:
+    while resilin.current_job().recovery._saves.checkpoints.saving:
         time.sleep(0.001)
 
 
@@ -244,7 +244,8 @@ def test_a_job_that_is_lost_twice_repeats_nothing(tmp_path, monkeypatch, where, 
         with contextlib.suppress(Crash):
             if where == "after the start":
                 # An orderly stop here saves what there is.
-                resilin.current_job().recovery._save_now()
+                recovery = resilin.current_job().recovery
+                recovery._saves.save(recovery._version())
             else:
                 jobs[-1].train(3, **WHERE[where])
         wait_for_save()
@@ -335,7 +336,7 @@ def test_a_host_that_got_the_state_from_another_keeps_a_copy_at_once(shared_path
     resilin.checkpoint_to(None, memory_every=1)
     Job()
     version = resilin.resume()
-    versions = resilin.current_job().recovery._memory.versions()
+    versions = resilin.current_job().recovery._copies.memory.versions()
     resilin.reset_job()
     assert at(version) == (0, 4, 0)
     # Else a loss of the one host that has it would lose it.

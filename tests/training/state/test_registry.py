@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from resilin.training.state.registry import Registry, add_up, gathered, of_replica
+from resilin.training.state.registry import Registry
+from resilin.training.state.replica_parts import add_up, gathered, of_replica
 from resilin.training.state.snapshot import Snapshot, Version
 
 NOW = Version(1, 7)

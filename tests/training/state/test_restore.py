@@ -10,8 +10,9 @@ from resilin.core.recovery import candidates
 from resilin.training.job import current_job
 from resilin.training.state.checkpoint import Checkpoints
 from resilin.training.state.memory import MemoryCopies, Place
+from resilin.training.state.replica_parts import OwnState
 from resilin.training.state.restore import Content, newest_state
-from resilin.training.state.snapshot import OwnState, Snapshot, Version
+from resilin.training.state.snapshot import Snapshot, Version
 from tests.replicas import replica
 
 SUM = {"sums/start/0": {"samples": 3.0}}

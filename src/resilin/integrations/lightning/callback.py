@@ -23,11 +23,11 @@ from resilin.training.bridge.readout import read_out
 from resilin.training.job import current_job
 from resilin.training.lifecycle import start
 from resilin.training.script.epochs import begin_epoch
-from resilin.training.state import registry
+from resilin.training.state import replica_parts
 
 SAVED = ("model", "optimizer", "scheduler", "scaler")
 """What checkpoints of Lightning hold anyway."""
-_LOGGED = f"{registry.SUMS}{SUMS}"
+_LOGGED = f"{replica_parts.SUMS}{SUMS}"
 
 
 class Elastic(Callback):

@@ -27,7 +27,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
 
 from resilin.training.job import current_job
-from resilin.training.state.registry import LARGEST, SMALLEST
+from resilin.training.state.replica_parts import LARGEST, SMALLEST
 
 _PLAIN = (
     "fx",

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from resilin.training.bridge.home import Home
-from resilin.training.state.registry import add_up, gathered, of_replica
+from resilin.training.state.replica_parts import add_up, gathered, of_replica
 from resilin.training.state.snapshot import Snapshot, Version
 
 

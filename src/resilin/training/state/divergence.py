@@ -13,21 +13,25 @@ DDP was told to ignore, and those that are not trained.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import struct
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from resilin.compat.torch_names import ignored_by_ddp
 from resilin.core import _validate
 from resilin.core.agreement import all_same, pieces, squares
+from resilin.core.rules import Factors
 from resilin.engine import environment
-from resilin.training.job import Job
+from resilin.engine.base import Engine
+from resilin.training.timeline import Timeline
 
 CrossCheck = int | Literal["auto", "off"]
 """How often replicas are compared: every so many steps, as a share of time allows, or never."""
@@ -66,17 +70,28 @@ class DivergenceCheck:
     went through a ballot.
 
     Args:
-        job: The job.
+        engine: Who is in the job.
+        timeline: Its clock.
         module: The model whose trained parameters must be the same on all replicas.
         every: Steps between two checks; `auto` keeps to `SHARE` of the time, `off` never checks.
+        decided: Returns other numbers that must be the same, by name, as in `decided_by`.
 
     Raises:
         ValueError: `every`, or what the launcher says in its place, is none of these.
     """
 
-    def __init__(self, job: Job, module: nn.Module, every: CrossCheck) -> None:
-        self._job = job
+    def __init__(
+        self,
+        engine: Engine,
+        timeline: Timeline,
+        module: nn.Module,
+        every: CrossCheck,
+        decided: Callable[[], Mapping[str, Sequence[float]]],
+    ) -> None:
+        self._engine = engine
+        self._timeline = timeline
         self._module = module
+        self._decided = decided
         self._every = _setting(every)
         self._members: tuple[int, int] | None = None
         self._due = 0
@@ -85,7 +100,7 @@ class DivergenceCheck:
 
     def votes(self) -> tuple[float, ...]:
         """Pieces of the hash, their squares, and what it costs; nothing if it is not due."""
-        engine, step = self._job.engine, self._job.clock.steps
+        engine, step = self._engine, self._timeline.clock.steps
         self._said = {}
         if self._every == "off" or engine.num_replicas == 1:
             return ()
@@ -119,7 +134,7 @@ class DivergenceCheck:
         self._due = max(self._due, self._checked[0] if self._checked else 0) + self._interval(
             seconds, per_step
         )
-        if not all_same(sums[:half], sums[half:], self._job.engine.num_replicas):
+        if not all_same(sums[:half], sums[half:], self._engine.num_replicas):
             raise RuntimeError(self._who())
 
     def _interval(self, seconds: float, per_step: float) -> int:
@@ -129,24 +144,12 @@ class DivergenceCheck:
             return 1  # the first check of a generation: the next one tells how long steps take
         return max(1, min(LONGEST, round(seconds / (SHARE * per_step) + 0.5)))
 
-    def leave(self) -> None:
-        """Takes no part in ballots any more."""
-        if self in self._job.voters:
-            self._job.voters.remove(self)
-
     # What is compared ----------------------------------------------------------------------
 
     def _state(self) -> dict[str, str]:
         """What decides, by name; as hex, which is small and exact."""
-        job = self._job
-        clock = job.clock
-        told = {"clock": _hex(*clock.state().values())}
-        if job.model is not None:
-            for number, group in enumerate(job.model.optimizer.param_groups):
-                told[f"learning rate of group {number}"] = _hex(float(group["lr"]))
-            told["scale, gain and factors"] = _hex(job.model.scale, job.model.gain) + "".join(
-                _hex(f.lr, f.beta_power, f.eps, f.weight_decay) for f in job.model.factors
-            )
+        told = {"clock": _hex(*self._timeline.clock.state().values())}
+        told |= {name: _hex(*numbers) for name, numbers in self._decided().items()}
         ignored = ignored_by_ddp(self._module)
         trained = {
             name: parameter
@@ -159,7 +162,7 @@ class DivergenceCheck:
 
     def _who(self) -> str:
         """What differs on which replica, in words. Collective: all replicas have seen it."""
-        everyone: list[Mapping[str, str]] = self._job.engine.gather(dict(self._said))
+        everyone: list[Mapping[str, str]] = self._engine.gather(dict(self._said))
         digests = [_digest(said) for said in everyone]
         usual, number = Counter(digests).most_common(1)[0]
         several = 2 * number > len(digests)
@@ -179,6 +182,18 @@ class DivergenceCheck:
             f"{others} in {names[0] if names else 'what they train'}{more}. All replicas must have "
             "the same bits after each step; cross_check='off' switches this comparison off"
         )
+
+
+def decided_by(
+    optimizer: Optimizer, scale: float, gain: float, factors: Sequence[Factors]
+) -> dict[str, tuple[float, ...]]:
+    """The numbers by which the optimizer of a model made its last step, by name."""
+    rates = {
+        f"learning rate of group {number}": (float(group["lr"]),)
+        for number, group in enumerate(optimizer.param_groups)
+    }
+    each = ((f.lr, f.beta_power, f.eps, f.weight_decay) for f in factors)
+    return rates | {"scale, gain and factors": (scale, gain, *itertools.chain(*each))}
 
 
 def sums_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:

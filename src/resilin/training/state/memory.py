@@ -30,8 +30,9 @@ from resilin.training.state.memory_file import (
     read_pieces,
 )
 from resilin.training.state.placement import Piece, Placement
+from resilin.training.state.replica_parts import OwnState
 from resilin.training.state.shards import Held, Shard, Sharded, own_pieces, shares, whole_pieces
-from resilin.training.state.snapshot import Json, OwnState, Snapshot, Version, names
+from resilin.training.state.snapshot import Json, Snapshot, Version, names
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,54 @@ LONGEST_PAUSE = 1024
 """Most steps between two attempts at a copy, where the ones before found no room."""
 
 
-class MemorySchedule:
-    """Keeps the states of one replica in the memory of its host.
+class CopyInterval:
+    """Steps between two copies, and what steps and copies cost on this replica.
 
     Args:
-        memory: Where to; None if this host keeps none.
+        every: The steps, `auto` to follow the cost, or None for no copies.
+    """
+
+    def __init__(self, every: int | Literal["auto"] | None) -> None:
+        self.is_automatic = every == "auto"
+        """Whether the interval follows the cost of copies."""
+        self.steps = every if isinstance(every, int) else int(self.is_automatic)
+        """The interval now; 0 if there are no copies."""
+        self.copy_seconds = 0.0
+        """Time of one copy: the shortest of the last ones."""
+        self.step_seconds = 0.0
+        """Time of the last step, without what is done between steps."""
+        self._began = time.monotonic()
+        self._times: deque[float] = deque(maxlen=3)
+
+    def step_begins(self) -> None:
+        """Starts to measure a step."""
+        self._began = time.monotonic()
+
+    def step_ends(self) -> None:
+        """Ends that."""
+        self.step_seconds = time.monotonic() - self._began
+
+    def copied(self, seconds: float) -> None:
+        """Takes the time of a copy."""
+        self._times.append(seconds)
+        self.copy_seconds = min(self._times)
+
+    def counted(self, step_seconds: float, copy_seconds: float) -> None:
+        """Takes the sums over all replicas, and follows them."""
+        if self.is_automatic and step_seconds > 0:
+            self.steps = keep_interval(copy_seconds, step_seconds, MEMORY_BUDGET)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the interval rests on a measurement, or needs none."""
+        return bool(self._times) or not self.is_automatic
+
+
+class MemorySchedule:
+    """Copies the states of one replica to the memory of its host, when they are due.
+
+    Args:
+        memory: The copies of this host; None if it keeps none.
         every: Steps between two copies, `auto`, or None for none.
         engine: Who is in the job.
         registry: What has state.
@@ -44,14 +87,14 @@ class MemorySchedule:
         registry: Registry,
     ) -> None:
         self.memory = memory
+        """The copies of this host; None if it keeps none."""
         self.lock = threading.Lock()
         """Held while a copy is written."""
         self.resumed: Version | None = None
         """The state that this generation began with, if there was one."""
         self._engine = engine
         self._registry = registry
-        self._auto = every == "auto"
-        self._interval = every if isinstance(every, int) else int(every == "auto")
+        self._interval = CopyInterval(every)
         self._kept: Version | None = None
         self._num_kept = 0
         self._all_kept = False
@@ -59,26 +102,32 @@ class MemorySchedule:
         self._failures = 0
         self._retry_step = 0
         self._warned = False
-        self._seconds = 0.0
-        self._times: deque[float] = deque(maxlen=3)
 
     # The vote ------------------------------------------------------------------------------
 
-    def votes(self) -> tuple[float, float]:
-        """Seconds that a copy takes, and 1 if the last one of this replica failed."""
-        return self._seconds, float(self._failures > 0)
+    def votes(self) -> tuple[float, float, float]:
+        """Seconds of a step and of a copy, and 1 if the last copy of this replica failed."""
+        interval = self._interval
+        return interval.step_seconds, interval.copy_seconds, float(self._failures > 0)
 
-    def counted(self, keep_seconds: float, step_seconds: float, failed: float) -> None:
+    def counted(self, step_seconds: float, copy_seconds: float, failed: float) -> None:
         """Takes the sums of all replicas: the interval follows them.
 
         Args:
-            keep_seconds: Of one copy.
-            step_seconds: Of one step.
+            step_seconds: Time of one step.
+            copy_seconds: Time of one copy.
             failed: Replicas that have not completed the last copy.
         """
         self._all_kept = not failed
-        if self._auto and step_seconds > 0:
-            self._interval = keep_interval(keep_seconds, step_seconds, MEMORY_BUDGET)
+        self._interval.counted(step_seconds, copy_seconds)
+
+    def step_begins(self) -> None:
+        """Called when everything between two steps is done."""
+        self._interval.step_begins()
+
+    def step_ends(self) -> None:
+        """Called when a step is over, before anything else is done."""
+        self._interval.step_ends()
 
     @property
     def at_risk(self) -> int | None:
@@ -88,23 +137,28 @@ class MemorySchedule:
         again.
         """
         holds = self._num_kept > 0 and self._all_kept and not self._failures
-        return steps_at_risk(self._interval) if holds else None
+        return steps_at_risk(self._interval.steps) if holds else None
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the interval follows the cost of copies."""
+        return self._interval.is_automatic
 
     @property
     def is_measured(self) -> bool:
         """Whether the interval rests on a measurement, or needs none."""
-        return bool(self._times) or not self._auto
+        return self._interval.is_measured
 
     # Keeping -------------------------------------------------------------------------------
 
     def is_due(self, step: int, *, stopping: bool) -> bool:
         """Whether the state at this step is to be kept."""
-        return self.memory is not None and is_kept(step, self._interval, stopping=stopping)
+        return self.memory is not None and is_kept(step, self._interval.steps, stopping=stopping)
 
     def keep(self, version: Version) -> None:
         """Copies the state, if it is not there yet. All replicas of the host keep the same ones."""
         memory = self.memory
-        if memory is None or not self._interval or version == self._kept:
+        if memory is None or not self._interval.steps or version == self._kept:
             return
         if self._failures and version.step < self._retry_step:
             return
@@ -126,8 +180,7 @@ class MemorySchedule:
             logger.info("memory copies fit again, from step %d on", version.step)
         elif self._num_kept:
             # Not the first one, which has to find its memory, and not one that was held up.
-            self._times.append(time.monotonic() - began)
-            self._seconds = min(self._times)
+            self._interval.copied(time.monotonic() - began)
         self._failures = 0
         self._kept = version
         self._num_kept += 1

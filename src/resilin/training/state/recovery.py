@@ -2,8 +2,8 @@
 
 Between any two steps the replicas keep a copy in memory, save a checkpoint when one is due, and
 stop together when one of them was asked to. What is due is decided in the ballot of the step, so
-all replicas do the same. When a job starts, it goes on from the newest state that any replica can
-find: a memory copy on any host, or else the newest checkpoint that is whole.
+all replicas do the same. When a job starts, it resumes the newest state that any replica can find:
+a memory copy on any host, or else the newest checkpoint that is whole.
 """
 
 from __future__ import annotations
@@ -12,77 +12,82 @@ import atexit
 import contextlib
 import logging
 import os
-import secrets
 import sys
-import time
-from datetime import timedelta
+from collections.abc import Callable
 
-import torch.distributed as dist
-
-from resilin.core.events import CheckpointEvent, RiskEvent
 from resilin.engine import environment
-from resilin.training.events import Stamp
-from resilin.training.job import Job
-from resilin.training.state.checkpoint import CheckpointError, Checkpoints
-from resilin.training.state.checkpoint.commit import Commit
+from resilin.engine.base import Engine
+from resilin.training.events import Events
+from resilin.training.state import startup
+from resilin.training.state.checkpoint_schedule import CheckpointSchedule
 from resilin.training.state.memory import MemoryCopies
-from resilin.training.state.memory_file import Writer, in_use
-from resilin.training.state.memory_schedule import MEMORY_BUDGET, MemorySchedule
-from resilin.training.state.registry import add_up, gathered, of_replica
-from resilin.training.state.restore import newest_state
+from resilin.training.state.memory_schedule import MemorySchedule
+from resilin.training.state.registry import Registry
+from resilin.training.state.risk import RiskReport
 from resilin.training.state.settings import StateSettings, memory_directory
-from resilin.training.state.snapshot import Snapshot, Version
+from resilin.training.state.snapshot import Version
+from resilin.training.timeline import Timeline
 
 logger = logging.getLogger("resilin")
 
-PATIENCE = 30.0
-"""Seconds in which other processes that write to this job's memory have to be gone.
-
-As long as an agent gives its workers to end. After it they are taken for those of another job.
-"""
-
 
 class Recovery:
-    """What keeps and restores the state of one job."""
+    """Keeps and restores the state of one job; a voter.
 
-    def __init__(self, job: Job, settings: StateSettings) -> None:
-        self._job = job
-        self._engine = job.engine
-        self._settings = settings
-        self._checkpoints: Checkpoints | None = None
-        if settings.checkpoint_dir is not None:
-            self._checkpoints = Checkpoints(
-                settings.checkpoint_dir, keep=settings.keep, keep_every=settings.keep_every
-            )
-        directory = memory_directory(self._engine, settings)
-        self._memory = None if directory is None else MemoryCopies(directory)
-        self._copies = MemorySchedule(
-            self._memory, settings.memory_every, self._engine, job.registry
-        )
-        self._branch = 0
-        self.resumed: Version | None = None
-        """The state that the job went on from; None if it began anew."""
-        self.resumed_from = ""
-        """The same in words; empty if it began anew."""
+    Args:
+        settings: Where state is kept, and how often.
+        engine: Who is in the job.
+        registry: What has state.
+        timeline: The clock and the epochs of the job.
+        events: Who hears of checkpoints and risks.
+        close_log: Called before this process ends by agreement: reports are completed.
+        flush_log: Called by another thread before this process is ended without it.
+    """
+
+    def __init__(
+        self,
+        settings: StateSettings,
+        engine: Engine,
+        registry: Registry,
+        timeline: Timeline,
+        events: Events,
+        *,
+        close_log: Callable[[], None] = lambda: None,
+        flush_log: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine = engine
+        self._registry = registry
+        self._timeline = timeline
+        self._close_log = close_log
+        self._flush_log = flush_log
+        self._saves = CheckpointSchedule(settings, engine, registry, events)
+        directory = memory_directory(engine, settings)
+        memory = None if directory is None else MemoryCopies(directory)
+        self._copies = MemorySchedule(memory, settings.memory_every, engine, registry)
+        self._risk = RiskReport(self._copies, events)
+        self._start = startup.Start()
         self._seen: Version | None = None
-        self._saved: Version | None = None
-        self._committed_step = 0
-        self._told_risk: int | None = None
-        self._save_step = 0
-        self._save_time = time.monotonic()
-        self._boundary_time = time.monotonic()
-        self._step_seconds = 0.0
         self._counted: tuple[float, ...] = ()
-        self._storage_group: dist.ProcessGroup | None = None
         self._listening = False
         self._finish_registered = False
-        self.active = self._memory is not None or self._checkpoints is not None
+        self.active = memory is not None or self._saves.checkpoints is not None
         """Whether any replica has anything to keep state in."""
+
+    @property
+    def resumed(self) -> Version | None:
+        """The state that the job resumed; None if it began anew."""
+        return self._start.resumed
+
+    @property
+    def resumed_from(self) -> str:
+        """The same in words; empty if it began anew."""
+        version = self._start.resumed
+        return "" if version is None else f"step {version.step} ({self._start.source})"
 
     # The start -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Restores the newest state that any replica can find."""
+        """Restores the newest state that any replica can find. Collective."""
         engine = self._engine
         if engine.restartable:
             # One host may keep no copies; it takes part all the same.
@@ -94,105 +99,47 @@ class Recovery:
                     "run"
                 )
             return
-        self._job.voters.append(self)
-        began = time.monotonic()
-        # Made here, in the same order on all replicas; a thread must not be the first to ask.
-        self._storage_group = engine.group("storage")
-        self._begin_branch()
-        snapshot, source, generation = newest_state(engine, self._memory, self._checkpoints)
-        # What the job does from here on is newer than whatever it has left before.
-        engine.raise_generation(generation)
-        if snapshot is not None and snapshot.version.step < self._job.clock.steps:
-            # The checkpoint of another framework has brought the job further already.
-            snapshot = None
-        if snapshot is not None:
-            mine = of_replica(snapshot, engine.replica, engine.num_replicas)
-            self._job.registry.restore(mine, first_replica=engine.replica == 0)
-            self.resumed = snapshot.version
-            self.resumed_from = f"step {snapshot.version.step} ({source})"
-            self._copies.resumed = snapshot.version
+        self._saves.prepare()
+        self._start = start = startup.start(
+            engine,
+            self._registry,
+            self._copies.memory,
+            self._saves.checkpoints,
+            steps=self._timeline.clock.steps,
+        )
         self._seen = self._version()
-        self._save_step, self._save_time = self._seen.step, time.monotonic()
-        if snapshot is not None:
-            self._committed_step = snapshot.version.step
-        if snapshot is not None and source == "checkpoint":
-            self._saved = snapshot.version
-        elif snapshot is None or not self._on_all_hosts(snapshot.version):
-            # What was read on this very host, or on storage, is not written again.
-            self._copies.keep(self._version())
+        from_checkpoint = start.source == "checkpoint"
+        self._saves.start(self._seen.step, start.resumed, from_checkpoint=from_checkpoint)
+        self._copies.resumed = start.resumed
+        if not from_checkpoint and not start.in_memory:
+            # What is in the memory of all hosts, or on storage, is not written again.
+            self._copies.keep(self._seen)
         self.listen()
-        if engine.replica == 0:
-            many = engine.num_replicas > 1
-            replicas = f"{engine.num_replicas} replica{'s' if many else ''}"
-            if snapshot is None:
-                step = self._job.clock.steps
-                logger.info("started %s at step %d", replicas, step)
-            else:
-                logger.info(
-                    "resumed %s at step %d from %s (restored in %.2f s)",
-                    replicas,
-                    snapshot.version.step,
-                    source,
-                    time.monotonic() - began,
-                )
-        self._boundary_time = time.monotonic()
-
-    def _begin_branch(self) -> None:
-        """Draws this start's number, and refuses to mix with a job that is alive. Collective.
-
-        Raises:
-            RuntimeError: A process that is none of this job's writes to the same directory.
-        """
-        everyone = self._engine.gather((Writer.here(), secrets.randbits(62)))
-        self._branch = everyone[0][1]
-        if self._memory is None:
-            return
-        ours = {writer for writer, _ in everyone}
-        deadline = time.monotonic() + PATIENCE
-        while others := self._memory.writers() - ours:
-            # Workers of this job that their agent has not ended yet, or that notice that it died.
-            if time.monotonic() > deadline:
-                raise RuntimeError(in_use(self._memory.directory, min(others)))
-            time.sleep(0.1)
-
-    def _on_all_hosts(self, version: Version) -> bool:
-        """Whether every host has a complete copy of a state in its memory. Collective."""
-        here = self._memory is None or version in self._memory.versions()
-        return all(self._engine.gather(here))
+        self._copies.step_begins()
 
     def listen(self) -> None:
         """Takes signals as requests to stop, and watches over this replica. Collective."""
-        engine = self._engine
         if not self.active or self._listening:
             return
         self._listening = True
-        engine.stop.listen()
-        engine.watch(self._last_words)
+        self._engine.stop.listen()
+        self._engine.watch(self._last_words)
 
     # Between steps -------------------------------------------------------------------------
 
     def votes(self, ahead: int = 1) -> tuple[float, ...]:
-        """Stop, save, and what memory copies cost: what this replica says in a ballot.
+        """This replica's part of a ballot: stop, save, and the cost of memory copies.
 
         Args:
             ahead: Steps that will be committed between this and when the votes are counted.
         """
-        steps = self._job.clock.steps + ahead
-        stop, save = float(self._engine.stop.asked), float(self._save_is_due(steps))
-        return stop, save, self._step_seconds, *self._copies.votes()
+        steps = self._timeline.clock.steps + ahead
+        stop, save = float(self._engine.stop.asked), float(self._saves.is_due(steps))
+        return stop, save, *self._copies.votes()
 
     def counted(self, votes: tuple[float, ...]) -> None:
-        """What all replicas have said in the ballot of the step that ends now."""
+        """Takes the sums of all replicas' votes in the step that ends now."""
         self._counted = votes
-
-    def _save_is_due(self, steps: int) -> bool:
-        """Asked of replica 0 alone: others have other clocks."""
-        if self._checkpoints is None or self._engine.replica or self._checkpoints.saving:
-            return False
-        every = self._settings.checkpoint_every
-        if isinstance(every, timedelta):
-            return time.monotonic() - self._save_time >= every.total_seconds()
-        return every is not None and steps - self._save_step >= every
 
     def between_steps(self) -> None:
         """Keeps, saves or stops, as the replicas have agreed in the ballot of the last step."""
@@ -210,28 +157,25 @@ class Recovery:
         self._settle(self._version(), tuple(map(sum, zip(*everyone, strict=True))))
 
     def _version(self) -> Version:
-        engine, job = self._engine, self._job
-        return Version(engine.generation, job.clock.steps, job.epoch, self._branch)
+        now = self._timeline
+        return Version(self._engine.generation, now.clock.steps, now.epoch, self._start.branch)
 
     def _settle(self, version: Version, votes: tuple[float, ...]) -> None:
         self._seen = version
-        now = time.monotonic()
-        self._step_seconds = now - self._boundary_time
-        stop, save, step_seconds, keep_seconds, failed = votes or (0.0, 0.0, 0.0, 0.0, 1.0)
-        self._job.registry.warn_of_unclaimed()
-        if self._checkpoints is not None and self._checkpoints.is_done:
-            self._end_save()
-        self._copies.counted(keep_seconds, step_seconds, failed)
-        self._report_risk()
+        self._copies.step_ends()
+        stop, save, step_seconds, copy_seconds, failed = votes or (0.0, 0.0, 0.0, 0.0, 1.0)
+        self._registry.warn_of_unclaimed()
+        self._saves.report_ended()
+        self._copies.counted(step_seconds, copy_seconds, failed)
+        if self._engine.replica == 0:
+            self._risk.update(self.at_risk)
         if self._copies.is_due(version.step, stopping=bool(stop)):
             self._copies.keep(version)
         if stop:
-            self._stop()
+            self._stop(version)
         if save:
-            self._begin_save()
-        self._boundary_time = time.monotonic()
-
-    # What can be lost ----------------------------------------------------------------------
+            self._saves.begin(version)
+        self._copies.step_begins()
 
     @property
     def at_risk(self) -> int:
@@ -241,179 +185,65 @@ class Recovery:
         last checkpoint. It holds while a host with a copy lives.
         """
         steps = self._copies.at_risk
-        return self._job.clock.steps - self._committed_step if steps is None else steps
-
-    def _report_risk(self) -> None:
-        """Says it when copies have been measured, and when it has changed to half or the double."""
-        steps, told = self.at_risk, self._told_risk
-        in_memory = self._copies.at_risk is not None
-        if self._engine.replica or (in_memory and not self._copies.is_measured):
-            return
-        if told is not None and (steps == told or min(steps, told) > max(steps, told) / 2):
-            return
-        self._told_risk = steps
-        self._job.emit(RiskEvent(**self._job.stamp(), steps=steps))
-        if not in_memory:
-            # How far the last checkpoint is back is no news; that copies do not fit was a warning.
-            return
-        if steps == 0:
-            logger.info("a lost worker costs no completed step: every step is copied to memory")
-        elif self._settings.memory_every == "auto":
-            logger.info(
-                "a lost worker costs at most %d completed step(s): copying every step to memory "
-                "would take more than %g%% of the time (memory_every=1 forces it)",
-                steps,
-                100 * MEMORY_BUDGET,
-            )
-        else:
-            logger.info(
-                "a lost worker costs at most %d completed step(s), as set by memory_every", steps
-            )
-
-    # Checkpoints ---------------------------------------------------------------------------
-
-    def _whole_snapshot(self) -> Snapshot:
-        """The state with sums over all replicas, and what each has of its own. Collective."""
-        registry, version = self._job.registry, self._version()
-        snapshot = registry.take(version)
-        everyone = self._engine.gather((registry.take_sums(version.epoch), registry.take_own()))
-        own = gathered({i: own for i, (_, own) in enumerate(everyone)})
-        snapshot.tree.update(add_up([sums for sums, _ in everyone]))
-        snapshot.tree.update(own.tree)
-        snapshot.tensors.update(own.tensors)
-        return snapshot
-
-    def _end_save(self) -> None:
-        """Waits for the save in flight, and says if it has failed."""
-        assert self._checkpoints is not None
-        try:
-            self._tell_saved(self._checkpoints.wait())
-        except CheckpointError as error:
-            logger.error("a checkpoint failed; training continues: %s", error)
-            self._tell_failed(error)
-            self._saved = None
-
-    def _tell_saved(self, commit: Commit | None) -> None:
-        if commit is not None:
-            self._committed_step = commit.version.step
-        if commit is None or self._engine.replica:
-            return
-        assert self._checkpoints is not None
-        stamp: Stamp = {**self._job.stamp(), "step": commit.version.step}
-        self._job.emit(
-            CheckpointEvent(
-                **stamp,
-                action="saved",
-                path=commit.path,
-                num_bytes=sum(file.size for file in commit.files.values()),
-                seconds=self._checkpoints.seconds,
-            )
-        )
-
-    def _tell_failed(self, error: CheckpointError) -> None:
-        if self._engine.replica == 0:
-            place = self._settings.checkpoint_dir or ""
-            self._job.emit(
-                CheckpointEvent(**self._job.stamp(), action="failed", path=place, detail=str(error))
-            )
-
-    def _begin_save(self) -> None:
-        assert self._checkpoints is not None
-        self._end_save()
-        snapshot = self._whole_snapshot()
-        self._checkpoints.begin_save(snapshot, self._storage_group)
-        self._saved = snapshot.version
-        self._save_step, self._save_time = snapshot.version.step, time.monotonic()
-
-    def _save_now(self) -> None:
-        if self._checkpoints is None:
-            return
-        self._end_save()
-        now, saved = self._version(), self._saved
-        if saved is not None and (saved.step, saved.epoch) == (now.step, now.epoch):
-            return
-        try:
-            commit = self._checkpoints.save(self._whole_snapshot(), self._storage_group)
-        except CheckpointError as error:
-            logger.error("the last checkpoint failed: %s", error)
-            self._tell_failed(error)
-            return
-        self._tell_saved(commit)
-        self._saved = now
-        if self._engine.replica == 0:
-            logger.info("saved step %d in %s", commit.version.step, commit.path)
+        if steps is None:
+            return self._timeline.clock.steps - self._saves.committed_step
+        return steps
 
     # The end -------------------------------------------------------------------------------
 
-    def _stop(self) -> None:
+    def _stop(self, version: Version) -> None:
         """All replicas are at the same step, and end there."""
-        reason = self._engine.stop.reason or "another replica was asked to stop"
-        self._engine.unwatch()
-        self._save_now()
-        if self._engine.replica == 0:
-            logger.info("stopped at step %d (%s)", self._version().step, reason)
-        if self._job.recorder is not None:
-            self._job.recorder.close()
-        self._engine.leave(asked=self._engine.stop.asked)
+        engine = self._engine
+        reason = engine.stop.reason or "another replica was asked to stop"
+        engine.unwatch()
+        self._saves.save(version)
+        if engine.replica == 0:
+            logger.info("stopped at step %d (%s)", version.step, reason)
+        self._close_log()
+        engine.leave(asked=engine.stop.asked)
 
     def _last_words(self, reason: str, deadline_passed: bool) -> None:
         """Called by another thread before this process is ended: its main thread may be stuck."""
         # Whoever copies into memory right now completes it first.
         self._copies.lock.acquire(timeout=10)
         logger.warning("replica %d exits: %s", self._engine.replica, reason)
+        memory = self._copies.memory
         try:
-            if deadline_passed and self._engine.replica == 0:
-                self._save_memory()
+            if deadline_passed and self._engine.replica == 0 and memory is not None:
+                self._saves.save_from_memory(memory)
         except Exception:
             logger.exception("the memory copy was not saved")
-        if self._job.recorder is not None:
-            self._job.recorder.flush()
-
-    def _save_memory(self) -> None:
-        """Makes the newest memory copy a checkpoint, without any other replica."""
-        directory = self._settings.checkpoint_dir
-        if directory is None or self._memory is None:
-            return
-        newest = self._memory.versions()[:1]
-        if not newest or (self._saved is not None and newest[0] <= self._saved):
-            return
-        snapshot = self._memory.read(newest[0])
-        snapshot.tree.update(add_up(list(self._memory.sums(newest[0]).values())))
-        own = gathered(self._memory.own(newest[0]))
-        snapshot.tree.update(own.tree)
-        snapshot.tensors.update(own.tensors)
-        commit = Checkpoints(directory, keep=self._settings.keep).save(snapshot)
-        logger.warning("saved step %d in %s from memory", commit.version.step, commit.path)
+        self._flush_log()
 
     def finish(self) -> None:
         """The job is done: its last state is saved, and memory is given back when it exits."""
         if not self.active or not self._listening:
             return
-        self._save_now()
+        self._saves.save(self._version())
         self._engine.unwatch()
         self._engine.stop.release()
         self._listening = False
-        if self._memory is not None and not self._engine.exits:
+        memory = self._copies.memory
+        if memory is not None and not self._engine.exits:
             # A process that is killed tidies up now or never; not before all replicas are done.
             self._engine.gather(None)
-            _forget(self._memory)
-        elif self._memory is not None and not self._finish_registered:
+            _forget(memory)
+        elif memory is not None and not self._finish_registered:
             self._finish_registered = True
-            atexit.register(_forget, self._memory)
+            atexit.register(_forget, memory)
 
     def close(self) -> None:
         """Gives signals their handlers back and ends the watch. Copies in memory stay."""
-        if self._checkpoints is not None:
-            # As the end of a process would.
-            self._end_save()
+        # As the end of a process would.
+        self._saves.end()
         self._engine.unwatch()
         self._engine.stop.close()
-        if self._memory is not None:
-            self._memory.close()
+        if self._copies.memory is not None:
+            self._copies.memory.close()
 
 
 def _forget(memory: MemoryCopies) -> None:
-    # A script that fails behind its training is started again, and needs what is there.
+    # A script that fails after its training is started again, and needs what is there.
     if getattr(sys, "last_value", None) is not None:
         return
     memory.withdraw()

@@ -1,4 +1,4 @@
-"""What has state: everything that must survive is registered here once, under a name.
+"""The registry of state: everything that must survive is registered here once, under a name.
 
 Models, optimizers, schedulers and loaders register themselves; users add their own objects. An
 object may be registered after state was restored: it then gets its part at once, so the order in
@@ -8,21 +8,17 @@ taken, as it was restored: a process that dies before it has made all its things
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+from resilin.training.state.replica_parts import OWN, SUMS, OwnState, is_past
 from resilin.training.state.shards import Held
-from resilin.training.state.snapshot import Json, OwnState, Snapshot, Version, join, names, split
+from resilin.training.state.snapshot import Json, Snapshot, Version, join, names, split
 
-SUMS = "sums/"
-"""How the names of parts that are summed over the replicas begin."""
-OWN = "own/"
-"""How the names of parts begin that each replica has its own of: `own/<replica>/<name>`."""
 CURSORS = "loader/"
 """How the names of the cursors of loaders begin."""
 AGES = f"{SUMS}ages"
@@ -30,14 +26,8 @@ AGES = f"{SUMS}ages"
 
 resilin 0.1.0 passes over unknown names that begin like this one.
 """
-LARGEST = "\0max "
-"""How keys of summed parts begin of which the largest value over the replicas counts."""
-SMALLEST = "\0min "
-"""The same for the smallest value."""
 MODEL = "model"
 """The name of the model, whose state is compared before it is loaded."""
-
-_OF_EPOCH = re.compile(rf"{SUMS}epoch (\d+)/\d+")
 
 FormerName = Callable[[Mapping[str, Json]], str | None]
 """Finds another name of a thing among restored parts that nobody has claimed."""
@@ -235,7 +225,7 @@ class Registry:
             left, _ = self._left(
                 name
                 for name in self._unclaimed
-                if name.startswith(SUMS) and not _is_past(name, epoch)
+                if name.startswith(SUMS) and not is_past(name, epoch)
             )
         parts = ((name, thing.state_dict()["sums"]) for name, thing in self._summed.items())
         return left | {name: split(name, dict(sums))[0] for name, sums in parts}
@@ -372,59 +362,6 @@ def _check(name: str, thing: object) -> None:
                 f"{name!r} is a {type(thing).__name__} without {method}(); what is registered "
                 "needs both state_dict() and load_state_dict()"
             )
-
-
-def _is_past(name: str, epoch: int) -> bool:
-    of = _OF_EPOCH.fullmatch(name)
-    return of is not None and int(of[1]) < epoch
-
-
-def gathered(everyone: Mapping[int, OwnState]) -> OwnState:
-    """The own states of replicas, by their numbers, in one tree."""
-    tree: dict[str, Json] = {}
-    tensors: dict[str, Held] = {}
-    for replica, own in sorted(everyone.items()):
-        for name, part in own.tree.items():
-            key = f"{OWN}{replica}/{name.removeprefix(OWN)}"
-            tree[key], _ = split(key, join(part, own.tensors), tensors)
-    return OwnState(tree, tensors)
-
-
-def of_replica(snapshot: Snapshot, replica: int, num_replicas: int) -> Snapshot:
-    """A snapshot with the own state of one replica, and without those of the others.
-
-    Args:
-        snapshot: What `gathered` made, with the parts that are the same on all replicas.
-        replica: The replica that is to get it.
-        num_replicas: How many there are now. At another number than before, no replica gets any:
-            who has which data has changed.
-    """
-    tree = {name: part for name, part in snapshot.tree.items() if not name.startswith(OWN)}
-    if snapshot.tree.get("job", {}).get("replicas") == num_replicas:
-        prefix = f"{OWN}{replica}/"
-        tree |= {
-            OWN + name.removeprefix(prefix): part
-            for name, part in snapshot.tree.items()
-            if name.startswith(prefix)
-        }
-    return replace(snapshot, tree=tree, tensors={n: snapshot.tensors[n] for n in names(tree)})
-
-
-def add_up(parts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
-    """Sums the parts of several replicas, key by key."""
-    totals: dict[str, dict[Any, float]] = {}
-    for part in parts:
-        for name, tree in part.items():
-            total = totals.setdefault(name, {})
-            for key, value in join(tree, {}).items():
-                total[key] = _combined(key, total[key], value) if key in total else value
-    return {name: split(name, total)[0] for name, total in totals.items()}
-
-
-def _combined(key: Any, one: float, other: float) -> float:
-    if isinstance(key, str) and key.startswith((LARGEST, SMALLEST)):
-        return max(one, other) if key.startswith(LARGEST) else min(one, other)
-    return one + other
 
 
 def _compare(model: Stateful, snapshot: Snapshot) -> None:

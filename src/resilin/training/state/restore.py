@@ -16,7 +16,7 @@ from resilin.core.recovery import Held, candidates, next_generation
 from resilin.engine.base import Engine
 from resilin.training.state.checkpoint import Checkpoints
 from resilin.training.state.memory import MemoryCopies
-from resilin.training.state.registry import add_up, gathered
+from resilin.training.state.replica_parts import add_up, gathered
 from resilin.training.state.shards import shares, whole_pieces
 from resilin.training.state.snapshot import Json, Snapshot, Version
 

@@ -13,7 +13,7 @@ import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,15 +50,6 @@ class Snapshot:
     def state(self, name: str) -> Any:
         """The state of one registered name, as its `state_dict()` gave it."""
         return join(self.tree[name], self.tensors)
-
-
-class OwnState(NamedTuple):
-    """What one replica alone has: the parts of `Registry.add_own`."""
-
-    tree: dict[str, Json]
-    """By name, as in a snapshot."""
-    tensors: dict[str, Held]
-    """The tensors in it."""
 
 
 def split(
