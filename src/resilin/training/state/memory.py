@@ -29,9 +29,17 @@ from resilin.training.state.memory_file import (
     read_meta,
     read_pieces,
 )
-from resilin.training.state.placement import Piece, Placement
+from resilin.training.state.placement import Piece, Placement, Split
 from resilin.training.state.replica_parts import OwnState
-from resilin.training.state.shards import Held, Shard, Sharded, own_pieces, shares, whole_pieces
+from resilin.training.state.shards import (
+    Held,
+    Shard,
+    Sharded,
+    own_pieces,
+    shares,
+    split_shapes,
+    whole_pieces,
+)
 from resilin.training.state.snapshot import Json, Snapshot, Version, names
 
 
@@ -138,6 +146,7 @@ class MemoryCopies:
             }
             if share == 0:
                 meta["tree"] = snapshot.tree
+                meta["split"] = split_shapes(snapshot.tensors)
             pieces = whole_pieces(snapshot.tensors, dealt[share])
             if share == place.local_replica:
                 meta["sums"] = {"replica": place.replica, "of": sums}
@@ -195,15 +204,18 @@ class MemoryCopies:
         assert tree is not None, "share 0 has the tree"
         return Snapshot(version, tree, tensors)
 
-    def placements(self, version: Version) -> dict[str, list[Placement]]:
-        """The pieces of split tensors that are here of a state, by name."""
-        found: dict[str, list[Placement]] = {}
-        for file in self._files():
-            if file.version == version:
-                for (name, placement), _ in file.placements():
-                    if placement is not None:
-                        found.setdefault(name, []).append(placement)
-        return found
+    def split(self, version: Version) -> dict[str, Split]:
+        """The split tensors of a state that is here completely, with the pieces that are here."""
+        files = [file for file in self._files() if file.version == version]
+        shapes: dict[str, list[int]] = {}
+        for file in files:
+            shapes.update(file.meta.get("split", {}))
+        found: dict[str, list[Placement]] = {name: [] for name in shapes}
+        for file in files:
+            for (name, placement), _ in file.placements():
+                if placement is not None:
+                    found[name].append(placement)
+        return {name: Split(tuple(shapes[name]), tuple(held)) for name, held in found.items()}
 
     def num_replicas(self, version: Version) -> int:
         """How many replicas the job had when they wrote a state that is here completely."""

@@ -11,7 +11,7 @@ import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Sizes: TypeAlias = tuple[int, ...]
 """A number per dimension."""
@@ -64,6 +64,26 @@ Wanted: TypeAlias = Mapping[str, Sequence[Placement]]
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """A tensor that is split over the processes, and the pieces of it that are in one place."""
+
+    shape: Sizes
+    """Shape of the whole tensor."""
+    held: tuple[Placement, ...]
+    """The pieces."""
+
+    def to_json(self) -> list[Any]:
+        """The record as JSON."""
+        return [self.shape, [[each.offsets, each.sizes] for each in self.held]]
+
+    @classmethod
+    def from_json(cls, state: Sequence[Any]) -> Split:
+        """The reverse of `to_json`."""
+        shape, held = tuple(state[0]), state[1]
+        return cls(shape, tuple(Placement(shape, tuple(o), tuple(s)) for o, s in held))
+
+
+@dataclass(frozen=True, slots=True)
 class Overlap:
     """The region that two placements of one tensor have in common."""
 
@@ -105,6 +125,21 @@ def uncovered(held: Iterable[Placement], wanted: Placement) -> int:
     """
     found = (overlap(each, wanted) for each in set(held))
     return wanted.num_elements - sum(each.num_elements for each in found if each is not None)
+
+
+def is_covered(places: Iterable[Mapping[str, Split]]) -> bool:
+    """Whether the pieces of several places add up to the whole of every split tensor.
+
+    Args:
+        places: The split tensors of each place, by name. All of them know all names, or none.
+    """
+    shapes: dict[str, Sizes] = {}
+    held: dict[str, set[Placement]] = {}
+    for place in places:
+        for name, split in place.items():
+            shapes[name] = split.shape
+            held.setdefault(name, set()).update(split.held)
+    return not any(uncovered(held[name], Placement.whole(shape)) for name, shape in shapes.items())
 
 
 def check_split(name: str, shape: Sizes, pieces: Sequence[Placement]) -> None:

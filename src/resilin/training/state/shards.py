@@ -17,7 +17,7 @@ from torch import Tensor
 from resilin.training.state.placement import Piece, Placement, Sizes, Wanted, deal, overlap
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Shard:
     """One piece of a tensor."""
 
@@ -34,7 +34,7 @@ class Shard:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sharded:
     """A tensor of which this process holds some pieces, or none."""
 
@@ -78,6 +78,11 @@ def whole_pieces(tensors: Mapping[str, Held], names: Iterable[str]) -> dict[Piec
         assert not isinstance(held, Sharded), f"{name} is split, and cannot be dealt out"
         found[name, None] = held
     return found
+
+
+def split_shapes(tensors: Mapping[str, Held]) -> dict[str, Sizes]:
+    """Shapes of the tensors that are split over the processes, by name; the same on all of them."""
+    return {name: held.shape for name, held in tensors.items() if isinstance(held, Sharded)}
 
 
 def own_pieces(tensors: Mapping[str, Held]) -> Iterator[tuple[Piece, Tensor]]:
