@@ -76,7 +76,8 @@ def test_other_deciding_values_are_named_too():
     def shift(step):
         job = current_job()
         if replica() == 0:
-            job.clock = replace(job.clock, progress=job.clock.progress + 1e-9)
+            now = job.timeline
+            now.clock = replace(now.clock, progress=now.clock.progress + 1e-9)
 
     with pytest.raises(RuntimeError, match=r"replica 0 differs from the other 2 in clock"):
         train(*parts, 1, shift)
