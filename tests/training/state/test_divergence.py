@@ -137,7 +137,8 @@ def test_settings_and_one_process(monkeypatch):
 
 
 def test_its_share_of_the_time_is_bounded():
-    check = DivergenceCheck(current_job(), nn.Linear(2, 2), "auto")
+    job = current_job()
+    check = DivergenceCheck(job.engine, job.timeline, nn.Linear(2, 2), "auto", dict)
     assert check._interval(0.1, 0.0) == 1
     for seconds, per_step in ((0.001, 0.1), (0.05, 0.1), (3.0, 0.001)):
         interval = check._interval(seconds, per_step)

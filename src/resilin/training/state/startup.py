@@ -68,14 +68,13 @@ def start(
     engine.raise_generation(generation)
     if snapshot is None or snapshot.version.step < steps:
         # The checkpoint of another framework may have brought the job further already.
-        _log(engine, f"started REPLICAS at step {steps}")
+        _log(engine, "started", f"at step {steps}")
         return Start(branch=branch)
     mine = of_replica(snapshot, engine.replica, engine.num_replicas)
     registry.restore(mine, first_replica=engine.replica == 0)
     seconds = time.monotonic() - began
     version = snapshot.version
-    told = f"resumed REPLICAS at step {version.step} from {source} (restored in {seconds:.2f} s)"
-    _log(engine, told)
+    _log(engine, "resumed", f"at step {version.step} from {source} (restored in {seconds:.2f} s)")
     in_memory = source == "memory" and _on_all_hosts(engine, memory, version)
     return Start(branch=branch, resumed=version, source=source, in_memory=in_memory)
 
@@ -99,7 +98,7 @@ def _on_all_hosts(engine: Engine, memory: MemoryCopies | None, version: Version)
     return all(engine.gather(memory is None or version in memory.versions()))
 
 
-def _log(engine: Engine, text: str) -> None:
+def _log(engine: Engine, verb: str, rest: str) -> None:
     if engine.replica == 0:
-        replicas = f"{engine.num_replicas} replica{'s' if engine.num_replicas > 1 else ''}"
-        logger.info("%s", text.replace("REPLICAS", replicas))
+        num = engine.num_replicas
+        logger.info("%s %d replica%s %s", verb, num, "s" if num > 1 else "", rest)
