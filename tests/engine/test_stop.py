@@ -266,7 +266,7 @@ def test_pollers_ask(stop, caplog):
     stop.poll(spot_notice, 0.005)
     assert stop.wait(10)
     assert (stop.reason, stop.exit_code) == ("spot_notice said so", RESTART)
-    assert caplog.text.count("failed; it is asked again") == 1
+    assert caplog.text.count("failed; it will be called again") == 1
     assert "no route to the metadata service" in caplog.text
     # It has said what it had to say, and is not asked again.
     time.sleep(0.05)

@@ -224,7 +224,7 @@ def test_a_step_that_lost_its_process_group_is_not_kept(as_worker, monkeypatch, 
                 if job.clock.steps == 3 and when == "between steps":
                     dist.destroy_process_group()
 
-    with pytest.raises(RuntimeError, match="taken the process group of its 2 workers away"):
+    with pytest.raises(RuntimeError, match="destroyed the process group of its 2 workers"):
         train()
     kept = MemoryCopies(tmp_path / "memory").versions()[0].step
     assert kept == (3 if when == "within a step" else 2)

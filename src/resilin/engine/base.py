@@ -1,8 +1,8 @@
-"""The one interface through which training knows who is in the job.
+"""The interface between training and the membership of a job.
 
-It is written from the needs of a step: who am I, how many are we, may the step begin, did all of us
-commit it, who has state for those that lack it, were we asked to stop. What launched the processes,
-and whether a change of membership means new processes or not, is behind it.
+It follows the needs of a step: who am I, how many are we, may the step begin, did all of us commit
+it, who has state for those that lack it, were we asked to stop. It hides the launcher, and whether
+a change of membership means new processes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from resilin.engine.pulse import Pulse
 from resilin.engine.stop import StopRequest
 
 CONTROL_TIMEOUT = timedelta(minutes=10)
-"""How long replicas wait for each other outside the steps, as at the end of a checkpoint."""
+"""Time limit for replicas that wait for each other outside steps, as after a checkpoint."""
 LastWords = Callable[[str, bool], None]
-"""What to do before the process ends from another thread; called with (reason, deadline_passed)."""
+"""Called with (reason, deadline_passed) before another thread ends the process."""
 _CHUNK = 64 * 2**20
-"""Bytes that are sent to other replicas at a time."""
+"""Bytes that are sent to other replicas in one message."""
 
 
 class Engine:
-    """Who is in the job. This base knows what torch.distributed knows; subclasses the launcher.
+    """Membership of a job. This base class asks torch.distributed; subclasses know the launcher.
 
-    Who is present is asked of torch.distributed each time, because a live engine may change it
-    between any two steps. All methods that say "all replicas" are collective.
+    The members are read from torch.distributed each time, because a live engine may change them
+    between any two steps. All methods that mention "all replicas" are collective.
     """
 
     def __init__(self) -> None:
@@ -41,14 +41,14 @@ class Engine:
         self.stop = StopRequest()
         """Whether this replica was asked to stop."""
         self.pulse = Pulse()
-        """What it shows of itself to whoever supervises it."""
+        """Published state of this process, for its supervisor."""
         self._groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
     # Who we are ----------------------------------------------------------------------------
 
     @property
     def membership(self) -> Membership:
-        """Who is in the job now, as this process sees it.
+        """The current members of the job, as this process sees them.
 
         It is the same until `begin_step` returns another one, except for the generation, which
         training raises once, when it restores state.
@@ -67,12 +67,12 @@ class Engine:
 
     @property
     def replica(self) -> int:
-        """Which replica this process is, from 0."""
+        """Number of this process's replica, from 0."""
         return dist.get_rank() if dist.is_initialized() else 0
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas there are."""
+        """Number of replicas."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
     @property
@@ -82,41 +82,41 @@ class Engine:
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts, or agents, the replicas are on."""
+        """Number of hosts, or agents, that the replicas run on."""
         return 1
 
     @property
     def local_replica(self) -> int:
-        """Which of the replicas on this host it is, from 0."""
+        """Number of this replica among those of its host, from 0."""
         return 0
 
     @property
     def num_local_replicas(self) -> int:
-        """How many replicas this host has."""
+        """Number of replicas on this host."""
         return 1
 
     @property
     def restartable(self) -> bool:
-        """Whether somebody starts this process again when it dies."""
+        """Whether a supervisor restarts this process when it dies."""
         return False
 
     @property
     def exits(self) -> bool:
-        """Whether this process ends by itself behind the training, as a script does."""
+        """Whether this process exits after the training, as a script does."""
         return True
 
     @property
     def num_restarts(self) -> int:
-        """How often this process was started again, as far as is known."""
+        """Number of restarts of this process, as far as known."""
         return 0
 
     @property
     def memory_name(self) -> str | None:
-        """What the host's copies of this job's state are filed under; None if nobody comes back."""
+        """Name of this job's in-memory copies on a host; None if processes are never restarted."""
         return None
 
     def raise_generation(self, at_least: int) -> None:
-        """Gives the present generation a number that nothing which an earlier one left has.
+        """Give the current generation a number above that of any earlier state.
 
         Called when state is restored, with the same number on all replicas.
         """
@@ -128,8 +128,8 @@ class Engine:
         """Called by all replicas before each step: the place where members may join or leave.
 
         Returns:
-            Who takes part in the step. Its generation tells whether that has changed; where a
-            change means new processes it never has.
+            The members that take part in the step. A new generation means that they have changed;
+            with engines that start new processes for a change they never do.
         """
         return self.membership
 
@@ -176,7 +176,7 @@ class Engine:
         return present[1]
 
     def gather(self, value: Any) -> list[Any]:
-        """What each replica says, known to all replicas. For small things."""
+        """The values of all replicas, on all replicas. For small values."""
         group = self.group("control")
         if group is None:
             return [value]
@@ -185,7 +185,7 @@ class Engine:
         return values
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """The value that replica `source` has, on all replicas. For small things."""
+        """The value of replica `source`, on all replicas. For small values."""
         group = self.group("control")
         if group is None:
             return value
@@ -216,9 +216,9 @@ class Engine:
     # Supervision and the end ---------------------------------------------------------------
 
     def watch(self, last_words: LastWords) -> None:
-        """Ends this process where its main thread can do nothing useful any more. Collective.
+        """End this process when its main thread can no longer make progress. Collective.
 
-        Here nobody supervises the process, so there is nothing to watch.
+        Without a supervisor there is nothing to watch.
 
         Args:
             last_words: Called by another thread before the process is ended, whatever its main
@@ -226,13 +226,13 @@ class Engine:
         """
 
     def unwatch(self) -> None:
-        """Ends what `watch` began, if it did."""
+        """Stop watching, if `watch` was called."""
 
     def leave(self, *, asked: bool) -> NoReturn:
         """Ends this process after all replicas have agreed to stop.
 
         Args:
-            asked: Whether this very replica was asked to, or follows another one.
+            asked: Whether this replica itself was asked to stop, or follows another one.
         """
         raise SystemExit(self.stop.exit_code)
 

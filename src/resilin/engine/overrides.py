@@ -1,7 +1,7 @@
-"""What is said from outside about how to train: a batch-size trace, a rule, a seed, a place.
+"""Settings from outside that override the script: a batch-size trace, a rule, a seed, a directory.
 
-The trace lab runs one script many times and changes one thing at a time, through the environment.
-What it says goes before what the script says, and the log tells of it.
+The trace lab runs one script many times and changes one thing at a time, through environment
+variables. They override the settings of the script, and the log reports it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ logger = logging.getLogger("resilin")
 
 
 def batch_trace() -> BatchTrace | None:
-    """The trace that is to be followed, if there is one.
+    """The trace to follow, if there is one.
 
     Raises:
-        TraceError: It cannot be read; names the line.
+        TraceError: The trace cannot be read; the message names the line.
         OSError: The file cannot be opened.
     """
     path = trace_source()
@@ -34,12 +34,12 @@ def batch_trace() -> BatchTrace | None:
 
 
 def trace_source() -> str:
-    """Where that trace comes from; empty if there is none."""
+    """Path of that trace; empty if there is none."""
     return os.environ.get(environment.BATCH_TRACE, "")
 
 
 def rule() -> ScalingRule | None:
-    """The rule that is to be used in place of the script's, if there is one.
+    """The rule that overrides the script's, if there is one.
 
     Raises:
         ValueError: There is no rule of that name, or nothing to import there.
@@ -47,22 +47,22 @@ def rule() -> ScalingRule | None:
     name = os.environ.get(environment.RULE)
     if not name:
         return None
-    logger.info("%s=%s goes before the rule of the script", environment.RULE, name)
+    logger.info("%s=%s overrides the rule of the script", environment.RULE, name)
     return import_rule(name) if ":" in name else get_rule(name)
 
 
 def import_rule(path: str) -> ScalingRule:
-    """The rule at `package.module:attribute`: a rule, or what makes one without arguments.
+    """The rule at `package.module:attribute`: a rule, or a callable that returns one.
 
     Raises:
-        ValueError: There is nothing there, or it is no rule.
+        ValueError: The import fails, or the object is not a rule.
     """
     module, _, attribute = path.partition(":")
     try:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"rule {path!r} cannot be imported: {error}") from error
-    # A class has the methods of a rule, too, but is none.
+    # A class has the methods of a rule, but is not one.
     is_rule = isinstance(found, ScalingRule) and not isinstance(found, type)
     try:
         return get_rule(found() if callable(found) and not is_rule else found)
@@ -71,7 +71,7 @@ def import_rule(path: str) -> ScalingRule:
 
 
 def seed() -> int | None:
-    """The seed for an order of samples that has none of its own.
+    """The seed for an order of samples without an explicit seed.
 
     Raises:
         ValueError: It is not a whole number, 0 or above.
@@ -85,19 +85,19 @@ def seed() -> int | None:
 
 
 def run_dir() -> Path | None:
-    """The directory for events that the launcher names; None if it names none, or `off`."""
+    """Directory of the event log set by the launcher; None if it is not set, or `off`."""
     named = os.environ.get(environment.RUN_DIR)
     return Path(named) if named and named != environment.OFF else None
 
 
 def checkpoint_dir(wanted: str | None) -> str | None:
-    """Where checkpoints go that the script wants in this place.
+    """The actual directory for checkpoints that the script asks for.
 
-    Runs of the lab must not go on from each other's states, so theirs are kept apart.
+    Runs of the lab must not resume from each other's states, so each uses its own directory.
     """
     place = run_dir()
     if wanted is None or place is None or os.environ.get(environment.LAB) != "1":
         return wanted
     kept = str(place / "checkpoints")
-    logger.info("checkpoints go to %s, not to %s: this is a run of the lab", kept, wanted)
+    logger.info("writing checkpoints to %s, not to %s: this is a run of the lab", kept, wanted)
     return kept

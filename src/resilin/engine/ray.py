@@ -1,14 +1,13 @@
-"""Ray Train: workers of a `TorchTrainer`, whose number may change while it trains.
+"""Ray Train: workers of a `TorchTrainer`, whose number may change during training.
 
 Ray stops all workers and starts new ones when it resizes the worker group, or when a worker or its
 node is lost. So a step ends for all or for none, as under torchrun, and state comes from the memory
-of a host that is still there, or from a checkpoint. Two things are different. The training function
-runs in a thread beside the main one, which takes the process group away when the group is to be
-resized, in the middle of whatever the training does. And a worker is killed when all is done: what
-has to be tidied up must be by then.
+of a host that is still there, or from a checkpoint. Two things differ. The training function runs
+in a thread, while the main thread destroys the process group before a resize, at any moment of the
+training. And a worker is killed when everything is finished, so all cleanup must happen before.
 
-A host is a node of Ray, which is lost as a whole. Ray's own local ranks go by address, and several
-nodes may have one: pods in the network of their machine, each with a memory of its own.
+A host is a node of Ray, which is lost as a whole. Ray's own local ranks are by address, and several
+nodes may share one: pods in the network of their machine, each with its own memory.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _NODE = "resilin/node"
 
 
 class _Place(NamedTuple):
-    """Where a worker is; the words are those of `Engine`."""
+    """Placement of a worker, with the terms of `Engine`."""
 
     host: int
     num_hosts: int
@@ -40,8 +39,8 @@ class _Place(NamedTuple):
 class RayTrain(Engine):
     """Workers of Ray Train.
 
-    Who is here is what Ray said when it started the worker, and not what torch.distributed says: a
-    process group that Ray has taken away leaves no job of one replica behind.
+    The members are those that Ray announced when it started the worker, and not those of
+    torch.distributed: a destroyed process group does not make this a job of one replica.
 
     Raises:
         ValueError: The workers have no process group, or one of another size.
@@ -64,7 +63,7 @@ class RayTrain(Engine):
 
     @cached_property
     def _place(self) -> _Place:
-        """Where this worker is. The first to ask waits until all workers are here."""
+        """Placement of this worker. The first call waits until all workers have started."""
         nodes = [self._node]
         if self._num_replicas > 1:
             keys = [f"{_NODE}/{replica}" for replica in range(self._num_replicas)]
@@ -91,17 +90,17 @@ class RayTrain(Engine):
 
     @property
     def host(self) -> int:
-        """Which node this is, in the order of the workers."""
+        """Number of this node, in the order of the workers."""
         return self._place.host
 
     @property
     def num_hosts(self) -> int:
-        """Nodes that the workers are on."""
+        """Number of nodes that the workers run on."""
         return self._place.num_hosts
 
     @property
     def local_replica(self) -> int:
-        """Which worker of its node this is."""
+        """Number of this worker on its node."""
         return self._place.local_replica
 
     @property
@@ -111,42 +110,42 @@ class RayTrain(Engine):
 
     @property
     def restartable(self) -> bool:
-        """Ray starts workers again: in a resized group, or as its FailureConfig allows."""
+        """Always: Ray restarts workers in a resized group, or as its FailureConfig allows."""
         return True
 
     @property
     def exits(self) -> bool:
-        """Workers are killed."""
+        """Never: Ray kills its workers."""
         return False
 
     @property
     def memory_name(self) -> str | None:
-        """The id of this call of `fit`: a later one, even of the same name, goes by checkpoints."""
+        """Id of this call of `fit`; a later call of the same name resumes from checkpoints."""
         return f"ray-{self._run}"
 
     # A step --------------------------------------------------------------------------------
 
     def begin_step(self) -> Membership:
-        """Ends the training where Ray has taken its process group away."""
+        """End the training if Ray has destroyed its process group."""
         if not self.all_committed():
             raise RuntimeError(
-                f"Ray Train has taken the process group of its {self._num_replicas} workers away, "
+                f"Ray Train has destroyed the process group of its {self._num_replicas} workers, "
                 "as it does before it starts new ones"
             )
         return self.membership
 
     def all_committed(self) -> bool:
-        """Whether the step was reduced: the process group is still there.
+        """Whether the step was reduced: the process group still exists.
 
-        Ray takes it away from another thread, at any moment. A step that lost it on the way has
-        the gradient of this replica alone, and must not be kept.
+        Ray destroys it from another thread, at any moment. A step that lost it has the gradient of
+        this replica alone, and must not be committed.
         """
         return dist.group.WORLD is self._world
 
     # The end -------------------------------------------------------------------------------
 
     def leave(self, *, asked: bool) -> NoReturn:
-        """Ends this worker with an error, by which Ray knows that there is more to do."""
+        """End this worker with an error, so that Ray restarts the job."""
         reason = self.stop.reason or "another replica was asked to"
         raise RuntimeError(
             f"the job has stopped ({reason}): its state is kept, and Ray Train starts it again if "
@@ -155,7 +154,7 @@ class RayTrain(Engine):
 
 
 class _Asked(StopRequest):
-    """Signals are Ray's: they reach the main thread, and the training is beside it."""
+    """A stop request without signals: they belong to Ray and reach the main thread."""
 
     def listen(self) -> None:
-        """Takes no signals."""
+        """Do nothing: signals are not handled."""

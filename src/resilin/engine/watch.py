@@ -1,8 +1,8 @@
-"""Watches over a process from a thread, for what its main thread cannot see.
+"""A thread that ends a process which its main thread cannot end.
 
-A process whose peer has died may wait for it in a collective for as long as the group's timeout. A
-worker whose agent has died trains on with nobody to supervise it. In both cases it must end: what
-it has completed is in memory, and a new generation resumes from there.
+A process whose peer has died may wait in a collective until the timeout of the group. A worker
+whose agent has died would train on without supervision. In both cases the process must end: its
+completed steps are in memory, and a new generation resumes from there.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from resilin.engine.processes import process_gone
 from resilin.engine.stop import StopRequest
 
 INTERVAL = 0.2
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 URGENT = 0.02
-"""The same once the process was asked to stop."""
+"""Seconds between two checks after the process was asked to stop."""
 
 
 class Supervised(Protocol):
-    """What is asked of the engine of a process that an agent supervises."""
+    """The interface of the engine of a supervised process."""
 
     stop: StopRequest
 
     @property
     def grace(self) -> float:
-        """Seconds from a request to stop until the process must have ended by itself."""
+        """Seconds from a request to stop until the process must have exited."""
         ...
 
     def orphaned(self) -> bool:
@@ -40,16 +40,16 @@ class Peer(NamedTuple):
     """Another process of the job on this host."""
 
     pid: int
-    """Its process."""
+    """Its process id."""
     started: str | None
-    """When that began, so that a number which was given anew is not taken for it."""
+    """Its start time, because a process id may be reused."""
 
 
 class Watch:
-    """A thread that calls `abandon` when this process can do nothing useful any more.
+    """A thread that calls `abandon` when this process can no longer make progress.
 
     Args:
-        engine: Whose agent is watched.
+        engine: The engine whose agent is watched.
         peers: The other processes of the job on this host.
         abandon: Called with (reason, deadline_passed); must terminate the process.
     """
@@ -65,7 +65,7 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the watch."""
+        """Stop watching."""
         self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()

@@ -256,5 +256,5 @@ def test_stop_when_asks_the_job_to_stop(caplog):
     while not stop.asked and time.monotonic() < deadline:
         time.sleep(0.005)
     assert stop.reason == "machine_goes_away said so"
-    assert "failed; it is asked again" in caplog.text
+    assert "failed; it will be called again" in caplog.text
     assert "no network" in caplog.text
