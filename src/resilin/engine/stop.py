@@ -62,7 +62,7 @@ class StopRequest:
     # Signals -------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Treat `SIGNALS` as requests from now on. Only in the main thread; others get a warning."""
+        """Treat `SIGNALS` as requests from now on; only a warning outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             logger.warning("not the main thread: signals cannot be handled as requests to stop")
             return

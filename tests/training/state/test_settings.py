@@ -255,6 +255,6 @@ def test_stop_when_asks_the_job_to_stop(caplog):
     deadline = time.monotonic() + 10
     while not stop.asked and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert stop.reason == "machine_goes_away said so"
+    assert stop.reason == "machine_goes_away returned True"
     assert "failed; it will be called again" in caplog.text
     assert "no network" in caplog.text
