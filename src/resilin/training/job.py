@@ -25,6 +25,7 @@ from resilin.training.model import TrainedModel
 from resilin.training.records import MicroBatch
 from resilin.training.report.recorder import Recorder
 from resilin.training.state.randomness import RandomStates
+from resilin.training.state.recovery import Recovery
 from resilin.training.state.registry import Registry
 from resilin.training.state.settings import StateSettings
 from resilin.training.step_timer import StepTimer
@@ -55,22 +56,6 @@ class BatchChooser(Protocol):
         ...
 
 
-class JobRecovery(Protocol):
-    """What keeps the state of the job, and restores it."""
-
-    def between_steps(self) -> None:
-        """Called by all replicas when a step is over and the next one has not begun."""
-        ...
-
-    def between_epochs(self) -> None:
-        """Called by all replicas between two epochs of the user's loop."""
-        ...
-
-    def close(self) -> None:
-        """Gives signals their handlers back and ends what runs beside the training."""
-        ...
-
-
 @dataclass(slots=True)
 class Job:
     """The parts of one training job."""
@@ -87,7 +72,7 @@ class Job:
     """Everything with state."""
     state_settings: StateSettings | None = None
     """How that state is to be kept, if the script says it."""
-    recovery: JobRecovery | None = None
+    recovery: Recovery | None = None
     """Keeps and restores that state; None until the job has started."""
     random: RandomStates | None = None
     """The random generators of this replica; None until the job has started."""

@@ -104,7 +104,6 @@ def start(job: Job) -> Recovery:
         )
         if job.engine.pulse.shown:
             _show(job)
-    assert isinstance(job.recovery, Recovery)
     job.recovery.listen()
     return job.recovery
 

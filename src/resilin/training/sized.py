@@ -153,9 +153,9 @@ class SizedLoader:
         if self._sizes.room is None:
             self._sizes.room = Room(2**62, start=self.batch_size)
         limit = self._sizes.room.failed(size)
-        job.emit(
+        job.events.emit(
             FaultEvent(
-                **job.stamp(),
+                **job.events.stamp(),
                 kind="out_of_memory",
                 detail=f"a micro-batch of {size} samples did not fit: {self._failed}; the step is "
                 f"repeated with at most {limit}",
