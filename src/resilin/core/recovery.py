@@ -32,6 +32,15 @@ class Version:
     def __str__(self) -> str:
         return f"step {self.step} of generation {self.generation}"
 
+    def to_json(self) -> list[int]:
+        """The version as JSON."""
+        return [self.generation, self.step, self.epoch, self.branch]
+
+    @classmethod
+    def from_json(cls, state: Sequence[int]) -> Version:
+        """The reverse of `to_json`."""
+        return cls(*state)
+
 
 def next_generation(visible: Iterable[Version]) -> int:
     """Number of the generation that starts now.

@@ -7,41 +7,40 @@ a change of membership means new processes.
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from resilin.core.membership import Membership
+from resilin.engine.collectives import Collectives, Json
 from resilin.engine.pulse import Pulse
 from resilin.engine.stop import StopRequest
 
 CONTROL_TIMEOUT = timedelta(minutes=10)
-"""Time limit for replicas that wait for each other outside steps, as after a checkpoint."""
+"""Time limit for processes that wait for each other outside steps, as after a checkpoint."""
 LastWords = Callable[[str, bool], None]
 """Called with (reason, deadline_passed) before another thread ends the process."""
-_CHUNK = 64 * 2**20
-"""Bytes that are sent to other replicas in one message."""
 
 
 class Engine:
     """Membership of a job. This base class asks torch.distributed; subclasses know the launcher.
 
-    The members are read from torch.distributed each time, because a live engine may change them
-    between any two steps. All methods that mention "all replicas" are collective.
+    Members may change between any two steps. All methods that mention "all replicas" or "all
+    processes" are collective.
     """
 
     def __init__(self) -> None:
-        self.generation = 0
-        """Number of the present generation; see `raise_generation`."""
         self.stop = StopRequest()
         """Whether this replica was asked to stop."""
         self.pulse = Pulse()
         """Published state of this process, for its supervisor."""
+        self._generation = 0
+        self._membership: Membership | None = None
+        self._world: dist.ProcessGroup | None = None
         self._groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
     # Who we are ----------------------------------------------------------------------------
@@ -50,50 +49,66 @@ class Engine:
     def membership(self) -> Membership:
         """The current members of the job, as this process sees them.
 
-        It is the same until `begin_step` returns another one, except for the generation, which
-        training raises once, when it restores state.
+        It stays the same until `begin_step` returns another one, except for the number of its
+        generation, which training raises when it restores state, and before the process group is
+        initialised or after it is destroyed: then this process is alone.
         """
+        world = dist.group.WORLD
+        if self._membership is None or world is not self._world:
+            self._world = world
+            self._membership = replace(self.find_membership(), generation=self._generation)
+        return self._membership
+
+    def find_membership(self) -> Membership:
+        """Asks the launcher who is in the job: for engines to override.
+
+        Asked again only when the process group, or the number of the generation, has changed. That
+        number is filled in by `membership`.
+        """
+        if not dist.is_initialized():
+            return Membership()
+        process, num_processes = dist.get_rank(), dist.get_world_size()
         return Membership(
-            generation=self.generation,
-            replica=self.replica,
-            num_replicas=self.num_replicas,
-            process=self.replica,
-            num_processes=self.num_replicas,
-            host=self.host,
-            num_hosts=self.num_hosts,
-            local_process=self.local_replica,
-            num_local_processes=self.num_local_replicas,
+            replica=process,
+            num_replicas=num_processes,
+            process=process,
+            num_processes=num_processes,
         )
+
+    @property
+    def generation(self) -> int:
+        """Number of the present generation."""
+        return self.membership.generation
 
     @property
     def replica(self) -> int:
         """Number of this process's replica, from 0."""
-        return dist.get_rank() if dist.is_initialized() else 0
+        return self.membership.replica
 
     @property
     def num_replicas(self) -> int:
         """Number of replicas."""
-        return dist.get_world_size() if dist.is_initialized() else 1
+        return self.membership.num_replicas
 
     @property
     def host(self) -> int:
         """Number of the host, or of the agent on it, that this replica runs on."""
-        return 0
+        return self.membership.host
 
     @property
     def num_hosts(self) -> int:
         """Number of hosts, or agents, that the replicas run on."""
-        return 1
+        return self.membership.num_hosts
 
     @property
     def local_replica(self) -> int:
         """Number of this replica among those of its host, from 0."""
-        return 0
+        return self.membership.local_process
 
     @property
     def num_local_replicas(self) -> int:
         """Number of replicas on this host."""
-        return 1
+        return self.membership.num_local_processes
 
     @property
     def restartable(self) -> bool:
@@ -120,7 +135,8 @@ class Engine:
 
         Called when state is restored, with the same number on all replicas.
         """
-        self.generation = max(self.generation, at_least)
+        if at_least > self._generation:
+            self._generation, self._membership = at_least, None
 
     # A step --------------------------------------------------------------------------------
 
@@ -153,7 +169,7 @@ class Engine:
             The group, always the same one while the membership lasts; None if there is but one
             replica.
         """
-        return dist.group.WORLD if self.num_replicas > 1 else None
+        return dist.group.WORLD if self.membership.num_replicas > 1 else None
 
     def group(self, purpose: str) -> dist.ProcessGroup | None:
         """A gloo group of all replicas for one purpose, apart from that of the gradients.
@@ -165,7 +181,7 @@ class Engine:
             The group, always the same one while the membership lasts; None if there is but one
             replica.
         """
-        if self.num_replicas == 1:
+        if self.membership.num_processes == 1:
             return None
         world = dist.group.WORLD
         assert world is not None
@@ -175,43 +191,23 @@ class Engine:
             self._groups[purpose] = present
         return present[1]
 
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all replicas, on all replicas. For small values."""
-        group = self.group("control")
-        if group is None:
-            return [value]
-        values: list[Any] = [None] * self.num_replicas
-        dist.all_gather_object(values, value, group=group)
-        return values
+    def collectives(self, purpose: str = "control") -> Collectives:
+        """Collectives of all processes, in the group of one purpose."""
+        return Collectives(self.group(purpose))
 
-    def broadcast(self, value: Any, source: int) -> Any:
-        """The value of replica `source`, on all replicas. For small values."""
-        group = self.group("control")
-        if group is None:
-            return value
-        payload = pickle.dumps(value) if self.replica == source else b""
-        size = torch.tensor([len(payload)])
-        dist.broadcast(size, source, group=group)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        if self.replica == source:
-            data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        dist.broadcast(data, source, group=group)
-        # Between replicas of one job, which run the same code anyway.
-        return pickle.loads(data.numpy().tobytes())
+    def gather(self, value: Json) -> list[Json]:
+        """The values of all processes, on all of them. For small values."""
+        return self.collectives().gather(value)
 
-    def hand_out(self, tensors: Mapping[str, Tensor], owners: Mapping[str, int]) -> None:
-        """Fills in tensors on the CPU: each is sent by its owner to all replicas.
+    def broadcast(self, value: Json, source: int) -> Json:
+        """The value of the process `source`, on all of them. For small values."""
+        return self.collectives().broadcast(value, source)
 
-        Args:
-            tensors: The same names, types and shapes on all replicas; contiguous.
-            owners: Which replica has the content of each of them.
-        """
-        group = self.group("control")
-        if group is None:
-            return
-        for name in owners:
-            for part in _parts(tensors[name]):
-                dist.broadcast(part, owners[name], group=group)
+    def add_up(self, tensor: Tensor) -> None:
+        """Adds up a tensor over all replicas, in place and in the group of the gradients."""
+        group = self.gradient_group()
+        if group is not None:
+            dist.all_reduce(tensor, group=group)
 
     # Supervision and the end ---------------------------------------------------------------
 
@@ -235,12 +231,3 @@ class Engine:
             asked: Whether this replica itself was asked to stop, or follows another one.
         """
         raise SystemExit(self.stop.exit_code)
-
-
-def _parts(tensor: Tensor) -> Iterable[Tensor]:
-    """A tensor as pieces of raw bytes."""
-    if not tensor.numel():
-        return ()
-    assert tensor.is_contiguous()
-    raw = tensor.view(-1).view(torch.uint8)
-    return (raw[start : start + _CHUNK] for start in range(0, raw.numel(), _CHUNK))

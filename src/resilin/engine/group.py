@@ -103,6 +103,11 @@ def _agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta)
     raise TimeoutError(f"replica {rank} of {world_size} waited {timeout} for the others to join")
 
 
+def num_launched() -> int:
+    """Processes that the launcher has started, also if they have not joined each other yet."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def detect() -> Engine:
     """The engine for the launcher of this process."""
     if in_worker():

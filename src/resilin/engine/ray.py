@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from functools import cached_property
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -25,15 +25,6 @@ from resilin.engine.base import Engine
 from resilin.engine.stop import StopRequest
 
 _NODE = "resilin/node"
-
-
-class _Place(NamedTuple):
-    """Placement of a worker, with the terms of `Engine`."""
-
-    host: int
-    num_hosts: int
-    local_replica: int
-    num_local_replicas: int
 
 
 class RayTrain(Engine):
@@ -61,52 +52,30 @@ class RayTrain(Engine):
         if self._num_replicas > 1:
             default_store().set(f"{_NODE}/{self._replica}", self._node)
 
-    @cached_property
-    def _place(self) -> _Place:
-        """Placement of this worker. The first call waits until all workers have started."""
-        nodes = [self._node]
-        if self._num_replicas > 1:
-            keys = [f"{_NODE}/{replica}" for replica in range(self._num_replicas)]
-            nodes = [node.decode() for node in default_store().multi_get(keys)]
-        hosts = list(dict.fromkeys(nodes))
-        return _Place(
-            host=hosts.index(self._node),
-            num_hosts=len(hosts),
-            local_replica=nodes[: self._replica].count(self._node),
-            num_local_replicas=nodes.count(self._node),
-        )
-
     # Who we are ----------------------------------------------------------------------------
 
-    @property
-    def replica(self) -> int:
-        """The world rank of the worker."""
-        return self._replica
+    def find_membership(self) -> Membership:
+        """What Ray says of the workers; hosts are nodes, in the order of their workers."""
+        nodes = self._nodes
+        hosts = list(dict.fromkeys(nodes))
+        return Membership(
+            replica=self._replica,
+            num_replicas=self._num_replicas,
+            process=self._replica,
+            num_processes=self._num_replicas,
+            host=hosts.index(self._node),
+            num_hosts=len(hosts),
+            local_process=nodes[: self._replica].count(self._node),
+            num_local_processes=nodes.count(self._node),
+        )
 
-    @property
-    def num_replicas(self) -> int:
-        """Workers in the group."""
-        return self._num_replicas
-
-    @property
-    def host(self) -> int:
-        """Number of this node, in the order of the workers."""
-        return self._place.host
-
-    @property
-    def num_hosts(self) -> int:
-        """Number of nodes that the workers run on."""
-        return self._place.num_hosts
-
-    @property
-    def local_replica(self) -> int:
-        """Number of this worker on its node."""
-        return self._place.local_replica
-
-    @property
-    def num_local_replicas(self) -> int:
-        """Workers of this node."""
-        return self._place.num_local_replicas
+    @cached_property
+    def _nodes(self) -> list[str]:
+        """The node of each worker. The first to ask waits until all workers are here."""
+        if self._num_replicas == 1:
+            return [self._node]
+        keys = [f"{_NODE}/{replica}" for replica in range(self._num_replicas)]
+        return [node.decode() for node in default_store().multi_get(keys)]
 
     @property
     def restartable(self) -> bool:

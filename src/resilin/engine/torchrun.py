@@ -12,9 +12,11 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
+from resilin.core.membership import Membership
 from resilin.engine import environment, pulse
 from resilin.engine.base import Engine, LastWords
 from resilin.engine.processes import process_gone, process_start
@@ -48,25 +50,17 @@ class Torchrun(Engine):
         self.pulse = pulse.of_this_process()
         self._watch: Watch | None = None
 
-    @property
-    def host(self) -> int:
-        """Number of the agent."""
-        return int(os.environ.get("GROUP_RANK", "0"))
-
-    @property
-    def num_hosts(self) -> int:
-        """Number of agents."""
-        return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-
-    @property
-    def local_replica(self) -> int:
-        """Number of this replica among the workers of its agent."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
-
-    @property
-    def num_local_replicas(self) -> int:
-        """Workers of this agent."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    def find_membership(self) -> Membership:
+        """Hosts are agents; each worker of an agent is a replica."""
+        host, local = (int(os.environ.get(name, "0")) for name in ("GROUP_RANK", "LOCAL_RANK"))
+        # A launcher may say the number and not how many there are.
+        return replace(
+            super().find_membership(),
+            host=host,
+            num_hosts=max(host + 1, int(os.environ.get("GROUP_WORLD_SIZE", "1"))),
+            local_process=local,
+            num_local_processes=max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        )
 
     @property
     def restartable(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from resilin.core.hang import Phase
+from resilin.core.membership import Membership
 from resilin.engine import environment, lost
 from resilin.training.job import Job
 from resilin.training.records import StepOutcome
@@ -111,21 +112,27 @@ def start(job: Job) -> Recovery:
 # One step, in the order of its life ------------------------------------------------------------
 
 
-def begin_step(job: Job, asked_by: object = None) -> None:
+def begin_step(job: Job, asked_by: object = None) -> Membership:
     """Ends the last step and begins the next one. Called by all replicas before each step.
 
     Args:
         job: The job.
         asked_by: The iteration that asks for the step; None for a loader that is not resilin's.
+
+    Returns:
+        Who takes part in the step.
     """
     recovery, recorder = _end_body(job, asked_by)
     recovery.between_steps()
-    job.engine.begin_step()
+    begins = job.iterations.begins_step(asked_by)
+    # Within a step nobody joins or leaves.
+    membership = job.engine.begin_step() if begins else job.engine.membership
     assert job.random is not None
     job.random.begin_step()
     job.timer.begin()
     recorder.step_begins()
     job.engine.pulse.begin_step()
+    return membership
 
 
 def make_step(job: Job, own: Callable[[], Any]) -> Any:

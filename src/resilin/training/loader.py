@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 
 from resilin.core import _validate
 from resilin.core.clock import Reference, step_scale
+from resilin.core.membership import Membership
 from resilin.core.plan import BatchPlan
 from resilin.core.stream import TAILS, Ownership, SampleStream, Tail
 from resilin.engine import overrides
@@ -134,8 +135,7 @@ class AdaptiveDataLoader(SizedLoader):
         self._made_within = cursors.in_epoch
         self._identity = object()
         self._cursor = Cursor(self._name, self._stream)
-        self._joined: tuple[int, int, int] | None = None
-        self._owners = Ownership(0, self._engine.num_replicas)
+        self._joined: tuple[Membership, int] | None = None
         self._latest: Iteration | None = None
         self._fetcher = Fetcher(dataset, self._stream, self._cut, dataloader_kwargs)
 
@@ -154,9 +154,9 @@ class AdaptiveDataLoader(SizedLoader):
         span = self._stream.batch(position, batch_size, tail=self._tail)
         plan = self._split_plan(self._sizes.plan(len(span), batch_size), batch_size)
         assert self._iteration is not None
-        owners = self._iteration.owners
-        mine = owners.positions(self._engine.replica, span)
-        sizes = plan.micro_batches(owners.slot(self._engine.replica, span.start))
+        owners, replica = self._iteration.owners, self._iteration.membership.replica
+        mine = owners.positions(replica, span)
+        sizes = plan.micro_batches(owners.slot(replica, span.start))
         ends = accumulate(sizes)
         return [mine[end - size : end] for size, end in zip(sizes, ends, strict=True)], span.stop
 
@@ -223,16 +223,16 @@ class AdaptiveDataLoader(SizedLoader):
         return not self._cursor.passes.left_out
 
     def _begin_iteration(self, job: Job, *, training: bool) -> Iteration:
-        stream = self._stream
+        stream, membership = self._stream, self._engine.membership
         evaluates = job.trained is not None and not training
         if evaluates:
             # Apart from the cursor, and the same after a restart: it depends on the epoch alone.
             position = job.epoch * stream.num_samples
-            owners = Ownership(0, self._engine.num_replicas)
+            owners = Ownership(0, membership.num_replicas)
         else:
             position = self._cursor.position
-            self._join_if_changed()
-            owners = self._owners
+            self._join(membership)
+            owners = self._cursor.deal(membership)
         self._fetcher.expect(position)
         # The epoch is that of the next batch: the cursor may stand before a tail to be dropped.
         first = stream.batch(position, self.current_batch_size, tail=self._tail).start
@@ -244,6 +244,7 @@ class AdaptiveDataLoader(SizedLoader):
             training=training,
             moves=not evaluates,
             began=job.clock,
+            membership=membership,
             owners=owners,
             position=position,
             data_end=(first // stream.num_samples + 1) * stream.num_samples,
@@ -256,10 +257,10 @@ class AdaptiveDataLoader(SizedLoader):
 
     def _epoch(self, job: Job, current: Iteration) -> Iterator[Any]:
         while not self._is_over(current, current.position):
-            if current.training:
-                begin_step(job, current)
-            if current.moves and self._join_if_changed():
-                current.owners = self._owners
+            membership = begin_step(job, current) if current.training else self._engine.membership
+            if current.moves and self._join(membership):
+                current.membership, current.owners = membership, self._cursor.deal(membership)
+                current.position = self._cursor.position
             batch_size = self.current_batch_size
             span = self._stream.batch(current.position, batch_size, tail=self._tail)
             yield from self._step(job, current, span, batch_size)
@@ -375,7 +376,7 @@ class AdaptiveDataLoader(SizedLoader):
         plan = current.plan = self._sizes.plan(len(span), batch_size)
         self._sizes.begin_step(plan, whole=training and len(span) == batch_size)
         limit = self._split_plan(plan, batch_size).batch_size
-        mine = current.owners.positions(self._engine.replica, span)
+        mine = current.owners.positions(current.membership.replica, span)
         steps = self._reference_steps(span.stop) - self._reference_steps(current.position)
         common: dict[str, Any] = {
             "samples": len(span),
@@ -428,17 +429,16 @@ class AdaptiveDataLoader(SizedLoader):
 
     # Membership and state ------------------------------------------------------------------
 
-    def _join_if_changed(self) -> bool:
-        """Takes the positions of this replica, if the replicas have changed.
+    def _join(self, membership: Membership) -> bool:
+        """Drops what was fetched ahead, if the replicas have changed or the cursor was restored.
 
         Returns:
-            Whether they have.
+            Whether they have: then positions have to be dealt out, from the committed cursor on.
         """
-        present = (self._engine.num_replicas, self._engine.replica, self._cursor.num_loads)
+        present = (membership, self._cursor.num_loads)
         if self._joined == present:
             return False
         self._joined = present
-        self._owners = self._cursor.deal(self._engine.num_replicas)
         self._fetcher.begin(self._cursor.position)
         return True
 

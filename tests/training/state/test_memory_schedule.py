@@ -46,7 +46,7 @@ class Host:
 
     def begin(self, generation, resumed=None):
         engine, registry = Engine(), Registry()
-        engine.generation = generation
+        engine.raise_generation(generation)
         self.large = Large()
         registry.add("job", self.large)
         self.schedule = MemorySchedule(MemoryCopies(self.directory), 1, engine, registry)

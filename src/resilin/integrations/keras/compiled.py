@@ -8,7 +8,6 @@ trains. Whatever would have to change later is refused, since a compiled step wo
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ import keras  # type: ignore[import-untyped]
 from resilin.core import _validate
 from resilin.core.plan import BatchPlan
 from resilin.core.rules import Scaling, ScalingRule, get_rule
+from resilin.engine.group import num_launched
 from resilin.integrations.keras.data import is_array
 from resilin.integrations.keras.refusals import check_model
 from resilin.training.job import current_job
@@ -93,9 +93,9 @@ class Compiled:
         self._max_local_bsz = max_local_bsz
         self._rule = rule
         self._prepared: Any = None
-        launched = int(os.environ.get("WORLD_SIZE", "1"))
-        if (replicas := max(launched, current_job().engine.num_replicas)) > 1:
-            raise refusal("the number of processes", replicas, "resilin trains in one with it")
+        present = current_job().engine.membership.num_processes
+        if (processes := max(num_launched(), present)) > 1:
+            raise refusal("the number of processes", processes, "resilin trains in one with it")
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Refuses settings that need a step which is not compiled."""

@@ -15,10 +15,13 @@ from typing import Any
 
 import keras  # type: ignore[import-untyped]
 
+from resilin.engine.collectives import State
 from resilin.integrations.keras.files import POSITION, appending, position
 from resilin.integrations.keras.optimizer import assign, by_name
 from resilin.integrations.memory import Memory
 from resilin.training.job import Job, current_job
+from resilin.training.state.shards import all_whole
+from resilin.training.state.snapshot import join, split
 
 NAME = "keras"
 """What the state of `fit` is called in that of the job."""
@@ -180,7 +183,10 @@ class Progress:
         if engine.num_replicas == 1 or not self._writers:
             return
         mine = {n: self._take(n) for n in self._writers} if engine.replica == 0 else None
-        self._written = engine.broadcast(mine, source=0)
+        peers = engine.collectives()
+        tree, tensors = split("callbacks", mine)
+        told = peers.broadcast_state(State(tree, all_whole(tensors)), source=0)
+        self._written = join(told.tree, told.tensors)
 
     def _mine(self) -> list[tuple[str, Any]]:
         first = self.job.engine.replica == 0

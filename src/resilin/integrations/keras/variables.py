@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from resilin.training.job import current_job
@@ -60,7 +59,7 @@ class Agreement:
             # A replica without samples may have seen anything: 0 * inf is not 0.
             parts.append(value * share if share else torch.zeros_like(value))
         flat = torch.cat([part.to(parts[-1].device) for part in parts])
-        dist.all_reduce(flat)
+        engine.add_up(flat)
         total, offset = float(flat[0]), 1
         with torch.no_grad():
             for variable, before in zip(self._metrics, self._before, strict=True):

@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from resilin.training.bridge.home import Home
-from resilin.training.state.replica_parts import add_up, gathered, of_replica
+from resilin.training.state.replica_parts import of_replica
+from resilin.training.state.restore import gather_parts
 from resilin.training.state.snapshot import Snapshot, Version
 
 
@@ -36,19 +37,12 @@ class CarriedState:
         snapshot = job.registry.take(
             Version(job.engine.generation, job.clock.steps, job.epoch), without=self._without
         )
-        tree, tensors = dict(snapshot.tree), dict(snapshot.tensors)
+        gather_parts(job.engine, job.registry, snapshot)
         version = snapshot.version
-        everyone = job.engine.gather(
-            (job.registry.take_sums(version.epoch), job.registry.take_own())
-        )
-        own = gathered({i: own for i, (_, own) in enumerate(everyone)})
-        tree.update(add_up([sums for sums, _ in everyone]))
-        tree.update(own.tree)
-        tensors.update(own.tensors)
         return {
             "version": [version.generation, version.step, version.epoch],
-            "tree": tree,
-            "tensors": tensors,
+            "tree": snapshot.tree,
+            "tensors": snapshot.tensors,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from resilin.core.membership import Membership
 from resilin.core.passes import PassCount
 from resilin.core.stream import Ownership, SampleStream
 from resilin.training.state.registry import CURSORS
@@ -46,6 +47,7 @@ class Cursor:
         self.num_loads = 0
         """How often it was restored."""
         self._dealt: Ownership | None = None
+        self._dealt_in: int | None = None
         self.autoscaler: Any = None
         """What chose the batch sizes of that loader, if anything did."""
         self.epoch: int | None = None
@@ -80,22 +82,29 @@ class Cursor:
             self.position = -(-self.position // stream.num_samples) * stream.num_samples
             self.passes = PassCount()
 
-    def deal(self, num_replicas: int) -> Ownership:
+    def deal(self, membership: Membership) -> Ownership:
         """Which positions belong to which replica.
 
-        They are dealt out anew, from the cursor on, where the number of replicas has changed. At
-        the same number each replica keeps its positions, also after a restart: its random numbers
-        go with them.
+        They are dealt out anew, from the cursor on, where the number of replicas has changed, and
+        where a generation was formed by replicas of which some kept running: a joiner has none of
+        what a survivor had. Where all replicas start together at the same number, each keeps its
+        positions, because its random numbers go with them. All replicas decide alike: what they
+        look at is either part of the state, or the same for all members of a generation.
         """
-        if self._dealt is None or self._dealt.replicas != num_replicas:
-            self._dealt = Ownership(self.position, num_replicas)
+        kept = self._dealt is not None and self._dealt.replicas == membership.num_replicas
+        if self._dealt_in != membership.generation and membership.reformed:
+            kept = False
+        if not kept:
+            self._dealt = Ownership(self.position, membership.num_replicas)
+        self._dealt_in = membership.generation
+        assert self._dealt is not None
         return self._dealt
 
     def state_dict(self) -> dict[str, Any]:
         """The data state: which stream, where in it, and which passes of the epoch are complete."""
         state = {**self.stream.state(self.position), **self.passes.state()}
         if self._dealt is not None:
-            state["dealt"] = [self._dealt.base, self._dealt.replicas]
+            state["dealt"] = [self._dealt.base, self._dealt.replicas, self._dealt_in]
         return state if self.chosen is None else {**state, "batch_size": self.chosen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -115,7 +124,11 @@ class Cursor:
             state = {**state, **{name: own[name] for name in _ORDER}}
         self.position = self.stream.resume(state)
         self.chosen = state.get("batch_size")
-        self._dealt = Ownership(*state["dealt"]) if "dealt" in state else None
+        self._dealt, self._dealt_in = None, None
+        if "dealt" in state:
+            base, replicas, *generation = state["dealt"]
+            self._dealt = Ownership(base, replicas)
+            self._dealt_in = generation[0] if generation else None
         self.num_loads += 1
         self.passes = PassCount.from_state(state, self.position)
 

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from resilin.core.clock import Clock
+from resilin.core.membership import Membership
 from resilin.core.plan import BatchPlan
 from resilin.core.stream import Ownership
 from resilin.training.data.cursor import Cursor, Cursors
@@ -37,6 +38,8 @@ class Iteration:
     """Whether it moves the cursor of the loader; an evaluation does not."""
     began: Clock
     """The clock when it began."""
+    membership: Membership
+    """Who takes part in the current step."""
     owners: Ownership
     """Which replica owns which positions."""
     position: int
@@ -77,6 +80,8 @@ class Iterations:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._handed_out = 0
+        self._asked: list[object] = []
+        self._asked_at = -1
         self.cursors = Cursors()
         """Positions of the loaders that train."""
         self.current: Iteration | None = None
@@ -104,6 +109,25 @@ class Iterations:
     def positions(self) -> dict[str, int]:
         """Positions of the open training iterations, by the names of their loaders."""
         return {each.name: each.span.start for each in self.training}
+
+    def begins_step(self, asked_by: object) -> bool:
+        """Whether a new step begins as an iteration asks for its next batch.
+
+        Not so for the second of two zipped loaders, or for the first batch of an inner loop: their
+        batch goes into the step that another one has begun. A step is over when it was committed,
+        or when somebody asks who has asked in it before.
+
+        Args:
+            asked_by: The iteration that asks; None if it is not one of ours.
+        """
+        steps = self._timeline.clock.steps
+        again = asked_by is None or any(each is asked_by for each in self._asked)
+        begins = again or steps != self._asked_at
+        if begins:
+            self._asked, self._asked_at = [], steps
+        if asked_by is not None:
+            self._asked.append(asked_by)
+        return begins
 
     def next_number(self) -> int:
         """A number that no other micro-batch of the job has."""
@@ -168,6 +192,7 @@ class Iterations:
         if iteration.closed:
             return
         iteration.closed = True
+        self._asked = [each for each in self._asked if each is not iteration]
         if iteration in self.training:
             self.training.remove(iteration)
         if self.current is iteration:

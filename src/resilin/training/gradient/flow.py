@@ -38,7 +38,7 @@ class StepFlow:
         engine: Engine,
         timeline: Timeline,
         *,
-        begin_step: Callable[[], None],
+        begin_step: Callable[[], object],
         start: Callable[[Part], StepStart],
         left: Callable[[], None],
         knows_scaler: bool,

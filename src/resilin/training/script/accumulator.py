@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from resilin.engine import devices
+from resilin.engine.collectives import Collectives
 from resilin.training.job import current_job
+from resilin.training.state.snapshot import join, split
 
 
 class _Term:
@@ -45,16 +45,11 @@ class _Term:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _device() -> torch.device:
-    on_host = "gloo" in str(dist.get_backend())
-    return torch.device("cpu") if on_host else devices.here().current()
-
-
-def _same_everywhere(text: str) -> bool:
+def _same_everywhere(peers: Collectives, text: str) -> bool:
     """Whether all replicas hold the same text; decided by all of them alike."""
     digest = float(zlib.crc32(text.encode()))
-    extremes = torch.tensor([digest, -digest], dtype=torch.float64, device=_device())
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    extremes = torch.tensor([digest, -digest], dtype=torch.float64)
+    peers.reduce(extremes, "max")
     highest, lowest = extremes.tolist()
     return bool(highest == -lowest)
 
@@ -141,19 +136,17 @@ class Accumulator(MutableMapping[Any, Any]):
             self._total = None
 
     def _reduce(self) -> dict[Any, float]:
-        if current_job().engine.num_replicas == 1:
+        peers = current_job().engine.collectives()
+        if peers.num == 1:
             return dict(self._sums)
         keys = sorted(self._sums, key=repr)
-        if _same_everywhere(repr(keys)):
+        if _same_everywhere(peers, repr(keys)):
             values = torch.tensor([self._sums[key] for key in keys], dtype=torch.float64)
-            values = values.to(_device())
-            dist.all_reduce(values)
+            peers.reduce(values)
             return dict(zip(keys, values.tolist(), strict=True))
-        everyone: list[Any] = [None] * current_job().engine.num_replicas
-        dist.all_gather_object(everyone, self._sums)
         total: dict[Any, float] = {}
-        for sums in everyone:
-            for key, value in sums.items():
+        for tree in peers.gather(split("Accumulator", self._sums)[0]):
+            for key, value in join(tree, {}).items():
                 total[key] = total.get(key, 0.0) + value
         return total
 

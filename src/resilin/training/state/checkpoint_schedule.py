@@ -16,6 +16,7 @@ from resilin.training.state.checkpoint.commit import Commit
 from resilin.training.state.memory import MemoryCopies
 from resilin.training.state.registry import Registry
 from resilin.training.state.replica_parts import add_up, gathered
+from resilin.training.state.restore import gather_parts
 from resilin.training.state.settings import StateSettings
 from resilin.training.state.snapshot import Snapshot, Version
 
@@ -148,13 +149,8 @@ class CheckpointSchedule:
 
     def _snapshot(self, version: Version) -> Snapshot:
         """The state with sums over all replicas, and what each has of its own. Collective."""
-        registry = self._registry
-        snapshot = registry.take(version)
-        everyone = self._engine.gather((registry.take_sums(version.epoch), registry.take_own()))
-        own = gathered({i: own for i, (_, own) in enumerate(everyone)})
-        snapshot.tree.update(add_up([sums for sums, _ in everyone]))
-        snapshot.tree.update(own.tree)
-        snapshot.tensors.update(own.tensors)
+        snapshot = self._registry.take(version)
+        gather_parts(self._engine, self._registry, snapshot)
         return snapshot
 
     def _report_saved(self, commit: Commit | None) -> None:

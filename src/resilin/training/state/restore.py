@@ -1,4 +1,4 @@
-"""Finding the newest state of a job: in the memory of any host, or else in a checkpoint.
+"""The state of all processes as one: gathered for a checkpoint, and found again at a start.
 
 All replicas end up with the same state. Those on a host that has it read it there; the others get
 it from them, each holder sending a share. Storage is asked only when no host has anything newer.
@@ -11,13 +11,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from resilin.core.recovery import Held, candidates, next_generation
 from resilin.engine.base import Engine
+from resilin.engine.collectives import State
 from resilin.training.state.checkpoint import Checkpoints
 from resilin.training.state.memory import MemoryCopies
-from resilin.training.state.replica_parts import add_up, gathered
-from resilin.training.state.shards import shares, whole_pieces
+from resilin.training.state.registry import Registry
+from resilin.training.state.replica_parts import OwnState, add_up, gathered
+from resilin.training.state.shards import Held as HeldTensor
+from resilin.training.state.shards import all_whole, shares, whole_pieces
 from resilin.training.state.snapshot import Json, Snapshot, Version
 
 logger = logging.getLogger("resilin")
@@ -52,6 +56,28 @@ class Content(NamedTuple):
             num_replicas=self.num_replicas,
             previous=self.previous,
             parts=parts,
+        )
+
+    def to_json(self) -> Json:
+        """The content as JSON."""
+        return {
+            "num_replicas": self.num_replicas,
+            "previous": None if self.previous is None else self.previous.to_json(),
+            "sums": [[replica, dict(sums)] for replica, sums in self.sums.items()],
+            "owners": sorted(self.owners),
+            "empty": sorted(self.empty),
+        }
+
+    @classmethod
+    def from_json(cls, state: Json) -> Content:
+        """The reverse of `to_json`."""
+        previous = state["previous"]
+        return cls(
+            num_replicas=state["num_replicas"],
+            previous=None if previous is None else Version.from_json(previous),
+            sums=dict(state["sums"]),
+            owners=set(state["owners"]),
+            empty=set(state["empty"]),
         )
 
 
@@ -92,11 +118,20 @@ def newest_state(
     saved: list[Version] = []
     if checkpoints is not None and engine.replica == 0:
         saved = [commit.version for commit in checkpoints.commits()]
-    everyone = engine.gather((here, seen, saved))
-    saved = everyone[0][2]
-    visible = {each for _, generations, _ in everyone for each in generations}
+    everyone = engine.gather(
+        {
+            "here": [[v.to_json(), content.to_json()] for v, content in here.items()],
+            "seen": sorted(seen),
+            "saved": [v.to_json() for v in saved],
+        }
+    )
+    saved = [Version.from_json(v) for v in everyone[0]["saved"]]
+    visible = {generation for said in everyone for generation in said["seen"]}
     generation = next_generation([*saved, *(Version(each, 0) for each in visible)])
-    contents = [contents for contents, _, _ in everyone]
+    contents = [
+        {Version.from_json(v): Content.from_json(content) for v, content in said["here"]}
+        for said in everyone
+    ]
     held = [c.held(v, engine.num_replicas) for each in contents for v, c in each.items()]
     order = candidates(held, saved)
     for index, candidate in enumerate(order):
@@ -121,6 +156,19 @@ def newest_state(
     if checkpoints is None:
         return Newest(None, "", generation)
     return Newest(checkpoints.newest(engine.group("control")), "checkpoint", generation)
+
+
+def gather_parts(engine: Engine, registry: Registry, snapshot: Snapshot) -> None:
+    """Adds to a snapshot the sums over all replicas, and what each has of its own. Collective."""
+    mine = registry.take_own()
+    said = State([registry.take_sums(snapshot.version.epoch), mine.tree], all_whole(mine.tensors))
+    everyone = engine.collectives().gather_states(said)
+    own = gathered(
+        {i: OwnState(each.tree[1], dict(each.tensors)) for i, each in enumerate(everyone)}
+    )
+    snapshot.tree.update(add_up([each.tree[0] for each in everyone]))
+    snapshot.tree.update(own.tree)
+    snapshot.tensors.update(own.tensors)
 
 
 def _add_sums(snapshot: Snapshot, found: Sequence[Content], replica: int) -> None:
@@ -151,11 +199,11 @@ def _add_own(
         whole: Whether nothing is missing: a replica that is not among them had an empty part.
     """
     known = set().union(*owners[: engine.replica])
-    here = {}
+    here: dict[int, OwnState] = {}
     if memory is not None and not known.issuperset(owners[engine.replica]):
         found = memory.own(snapshot.version)
         here = {each: own for each, own in found.items() if each not in known}
-    parts = {i: each for part in engine.gather(here) for i, each in part.items()}
+    parts = {i: each for part in _gather_own(engine, here) for i, each in part.items()}
     if whole and parts and not any(any(own.tree.values()) for own in parts.values()):
         # A replica that is missing died before it had written its part. Those of the others are
         # empty, and so was this one: without it, its random generators would be seeded anew.
@@ -165,6 +213,21 @@ def _add_own(
     own = gathered(parts)
     snapshot.tree.update(own.tree)
     snapshot.tensors.update(own.tensors)
+
+
+def _gather_own(engine: Engine, here: Mapping[int, OwnState]) -> list[dict[int, OwnState]]:
+    """The own states that each process has read, by replica, known to all of them. Collective."""
+    said = [[i, own.tree, list(own.tensors)] for i, own in here.items()]
+    tensors = {
+        f"{i}/{name}": t for i, own in here.items() for name, t in all_whole(own.tensors).items()
+    }
+    return [
+        {
+            i: OwnState(tree, {name: state.tensors[f"{i}/{name}"] for name in names})
+            for i, tree, names in state.tree
+        }
+        for state in engine.collectives().gather_states(State(said, tensors))
+    ]
 
 
 def _from_memory(engine: Engine, memory: MemoryCopies | None, version: Version) -> Snapshot | None:
@@ -182,13 +245,22 @@ def _from_memory(engine: Engine, memory: MemoryCopies | None, version: Version) 
         return mine
     outline = None
     if mine is not None:
-        outline = mine.tree, {name: (t.dtype, t.shape) for name, t in mine.tensors.items()}
+        # Of each tensor a place for its content: the type and the shape.
+        outline = [mine.tree, {name: _outline(tensor) for name, tensor in mine.tensors.items()}]
     tree, table = engine.broadcast(outline, source=holders[0])
     if mine is None:
-        empty = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in table.items()}
+        empty = {name: _place(*each) for name, each in table.items()}
         mine = Snapshot(version, tree, dict(empty))
     dealt = shares(mine.tensors, len(holders))
     owners = {name: holders[i] for i, names in enumerate(dealt) for name in names}
     whole = {name: tensor for (name, _), tensor in whole_pieces(mine.tensors, owners).items()}
-    engine.hand_out(whole, owners)
+    engine.collectives().fill(whole, owners)
     return mine
+
+
+def _outline(tensor: HeldTensor) -> Json:
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+
+def _place(dtype: str, shape: Sequence[int]) -> Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype))

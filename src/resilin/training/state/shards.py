@@ -80,6 +80,20 @@ def whole_pieces(tensors: Mapping[str, Held], names: Iterable[str]) -> dict[Piec
     return found
 
 
+def all_whole(tensors: Mapping[str, Held]) -> dict[str, Tensor]:
+    """These tensors, none of which may be split.
+
+    Raises:
+        ValueError: One is; the message says which.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is split over processes, and must be whole on each of them")
+        found[name] = tensor
+    return found
+
+
 def split_shapes(tensors: Mapping[str, Held]) -> dict[str, Sizes]:
     """Shapes of the tensors that are split over the processes, by name; the same on all of them."""
     return {name: held.shape for name, held in tensors.items() if isinstance(held, Sharded)}

@@ -81,16 +81,16 @@ def start(
 
 def _begin_branch(engine: Engine, memory: MemoryCopies | None) -> int:
     """Draws this start's number, and refuses to mix with a job that is alive. Collective."""
-    everyone = engine.gather((Writer.here(), secrets.randbits(62)))
+    everyone = engine.gather([*Writer.here(), secrets.randbits(62)])
     if memory is not None:
-        ours = {writer for writer, _ in everyone}
+        ours = {Writer(pid, started) for pid, started, _ in everyone}
         deadline = time.monotonic() + PATIENCE
         while others := memory.writers() - ours:
             # Workers of this job that their agent has not ended yet, or that notice that it died.
             if time.monotonic() > deadline:
                 raise RuntimeError(in_use(memory.directory, min(others)))
             time.sleep(0.1)
-    return int(everyone[0][1])
+    return int(everyone[0][2])
 
 
 def _on_all_hosts(engine: Engine, memory: MemoryCopies | None, version: Version) -> bool:
