@@ -1,7 +1,7 @@
-"""`Ballot`: what replicas tell each other in a step, as numbers that are summed with its gradient.
+"""`Ballot`: numbers that replicas sum in each step, together with its gradient.
 
-Whoever needs the others' word (stop now, save now, a larger batch) votes in each step, so that all
-replicas decide the same thing behind the same step, and nothing has to be sent for it alone.
+Every part that needs an agreement (stop now, save now, a larger batch) votes in each step, so that
+all replicas make the same decision after the same step, without a separate message.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Protocol
 
 
 class Voter(Protocol):
-    """Who has something to say in the ballot of each step, and acts on what all have said."""
+    """A part that votes in the ballot of each step, and acts on the sums."""
 
     def votes(self) -> tuple[float, ...]:
-        """What this replica says: as many numbers as the other replicas do."""
+        """Votes of this replica: as many numbers as on the other replicas."""
         ...
 
     def counted(self, votes: tuple[float, ...]) -> None:
-        """What all replicas together have said in the ballot of a step: the sums."""
+        """Receive the sums of the votes of all replicas in a step."""
         ...
 
 
@@ -27,7 +27,7 @@ class Ballot:
     """The ballot of one step after another.
 
     Args:
-        voters: Who takes part, in the same order on all replicas; may change between steps.
+        voters: The voters, in the same order on all replicas; may change between steps.
     """
 
     def __init__(self, voters: Sequence[Voter]) -> None:
@@ -35,13 +35,13 @@ class Ballot:
         self._cast: list[tuple[Voter, int]] = []
 
     def cast(self) -> tuple[float, ...]:
-        """What all voters of this replica say."""
+        """Votes of all voters of this replica."""
         votes = [(voter, voter.votes()) for voter in self._voters]
         self._cast = [(voter, len(said)) for voter, said in votes]
         return tuple(itertools.chain.from_iterable(said for _, said in votes))
 
     def count(self, sums: Iterable[float]) -> None:
-        """Tells those who voted, and are still there, what came of it."""
+        """Pass the sums to the voters of this ballot that are still present."""
         rest = iter(sums)
         for voter, num in self._cast:
             said = tuple(itertools.islice(rest, num))

@@ -1,4 +1,4 @@
-"""`Events`: who hears what happens in a job."""
+"""`Events`: the listeners of a job."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Events:
 
     @property
     def is_heard(self) -> bool:
-        """Whether anybody listens to the events of this replica."""
+        """Whether the events of this replica have a listener."""
         return self.log is not None or bool(self.listeners)
 
     def stamp(self) -> Stamp:
@@ -60,5 +60,5 @@ class Events:
             try:
                 listener(event)
             except Exception:  # noqa: PERF203
-                logger.exception("%r failed, and is told of no more events", listener)
+                logger.exception("%r failed, and receives no more events", listener)
                 self.listeners.remove(listener)

@@ -26,7 +26,7 @@ from resilin.training.sizing.scaling import StepScaling
 
 
 class Ends(NamedTuple):
-    """How a step ends; both are given by the lifecycle of the job."""
+    """The two ends of a step, given by the lifecycle of the job."""
 
     make_step: Callable[[Callable[[], Any]], Any]
     """Makes a step whose gradient is complete, with the optimizer's own method."""
@@ -47,7 +47,7 @@ class TrainedModel:
         flow: The calls of the user's loop.
         ballot: What replicas agree on in a step.
         iterations: The micro-batch that the loop works on.
-        ends: How a step ends.
+        ends: Functions that end a step.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TrainedModel:
         scheduler: ClockedScheduler | None,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        """Makes the module, the scheduler of a clock and the scaler wait, as the optimizer does."""
+        """Make the module, the scheduler of a clock and the scaler wait, as the optimizer does."""
         self.scheduler = scheduler
         self._gate.schedulers.hand_to(scheduler)
         self._modules = ModuleGate(module, self)
@@ -98,7 +98,7 @@ class TrainedModel:
             self._scaler = ScalerGate(scaler, self.optimizer, self)
 
     def release(self) -> None:
-        """Gives optimizer, schedulers, scaler and module their own methods back."""
+        """Restore the methods of optimizer, schedulers, scaler and module."""
         self._gate.remove()
         if self._modules is not None:
             self._modules.remove()
@@ -106,7 +106,7 @@ class TrainedModel:
         if self._scaler is not None:
             self._scaler.release()
 
-    # What others ask -----------------------------------------------------------------------
+    # Queries -------------------------------------------------------------------------------
 
     @property
     def training(self) -> bool:
@@ -151,7 +151,7 @@ class TrainedModel:
         """Allows changes of `.grad` within this block, once the gradient of the step is complete.
 
         Yields:
-            Whether it is. If not, micro-batches are to come, and `.grad` must be left alone.
+            Whether it is. If not, more micro-batches follow, and `.grad` must not be changed.
         """
         with self.gradient.changing():
             yield self.gradient.complete
@@ -189,7 +189,7 @@ class TrainedModel:
         self._ends.commit_step(StepOutcome.SKIPPED)
 
     def leave_step(self) -> None:
-        """Called when the loop, here or on another replica, has left the step."""
+        """Called when the loop, here or on another replica, has abandoned the step."""
         self.gradient.measure = False
         self._ends.commit_step(StepOutcome.SKIPPED)
 
@@ -236,17 +236,17 @@ class TrainedModel:
         self.scaling.end()
 
     def fail_step(self) -> None:
-        """Forgets a step that failed, as if it had not begun; no vote of it counts."""
+        """Discard a step that failed, as if it had not begun; none of its votes counts."""
         self.flow.ended()
         self.flow.drop()
         self.scaling.take_back()
         self._failed = True
 
     def drop_step(self) -> bool:
-        """Forgets the step that is under way, with its gradient.
+        """Discard the current step, with its gradient.
 
         Returns:
-            Whether it could: not if other replicas have a part of it already.
+            Whether it could: not if other replicas already have a part of it.
         """
         if self.gradient.shared:
             return False

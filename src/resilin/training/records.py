@@ -14,7 +14,7 @@ Number = float | Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One micro-batch, as the loader describes it when it hands it out."""
+    """Description of one micro-batch, made by the loader."""
 
     number: int
     """Identifies it: no other micro-batch of the job has this number."""
@@ -35,7 +35,7 @@ class MicroBatch:
     sample_steps: float
     """Reference steps that the reference run made with these samples."""
     training: bool = True
-    """Whether the model may train on it; False in a loop that began as an evaluation."""
+    """Whether the model may train on it; False in a loop that started as an evaluation."""
 
 
 class StepSizes(NamedTuple):
@@ -48,7 +48,7 @@ class StepSizes(NamedTuple):
 
 
 class StepOutcome(Enum):
-    """How a step ended; the same on all replicas."""
+    """Outcome of a step; the same on all replicas."""
 
     COMMITTED = "committed"
     """The optimizer stepped: the step counts."""

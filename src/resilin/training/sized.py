@@ -1,4 +1,4 @@
-"""The batch sizes of a loader, as users and the model see them: set, chosen, and what fits."""
+"""The batch sizes of a loader, as users and the model see them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SizedLoader:
     Args:
         job: The job that it belongs to.
         batch_size: The reference batch.
-        sizes: Which size comes next, and how it is split.
+        sizes: The next size and its split.
     """
 
     def __init__(self, job: Job, batch_size: int, sizes: BatchSizes) -> None:
@@ -41,9 +41,9 @@ class SizedLoader:
     def set_batch_size(self, batch_size: BatchSize) -> None:
         """Sets the global batch size from the next step on.
 
-        A number that is set while the job runs is a part of its state. Anything else that is set
-        then has to be set again by a job that was resumed, or its first step is refused: set it
-        before the loop over epochs, or at the beginning of every epoch.
+        A number that is set while the job runs is part of its state. Anything else that is set
+        then has to be set again by a resumed job, or its first step is an error: set it before the
+        loop over epochs, or at the beginning of every epoch.
 
         Args:
             batch_size: A number, a `BatchTrace` (by optimizer step), a `Schedule`, or a function
@@ -57,11 +57,12 @@ class SizedLoader:
         local_bsz_bounds: tuple[int, int] | None = None,
         gradient_accumulation: bool = True,
     ) -> None:
-        """Lets resilin choose the global batch size while it trains, within bounds.
+        """Let resilin choose the global batch size during training, within bounds.
 
-        Chosen is what learns fastest: samples per second, as measured, times progress per sample,
-        as the noise of the gradient tells. It begins at `batch_size` and may change between any
-        two steps, at most to the double at once. Decisions are events, with what was compared.
+        It chooses the size that learns fastest: measured samples per second times progress per
+        sample, which follows from the noise of the gradient. It starts at `batch_size` and may
+        change between any two steps, at most doubling each time. Decisions are events, with all
+        candidates.
 
         Args:
             max_batch_size: Upper limit of the global batch; at least `batch_size`.
@@ -73,7 +74,7 @@ class SizedLoader:
 
     @property
     def autoscaler(self) -> Autoscaler | None:
-        """What chooses the batch size, if anything does."""
+        """The autoscaler, if the batch size is chosen automatically."""
         return self._sizes.autoscaler
 
     @property
@@ -88,12 +89,12 @@ class SizedLoader:
 
     @property
     def accumulation_steps(self) -> int:
-        """The most micro-batches that a replica runs in the current step."""
+        """The largest number of micro-batches of a replica in the current step."""
         return self._current_plan().steps
 
     @property
     def current_samples(self) -> int:
-        """Samples of the micro-batch at hand that count; 0 if it is only there to take part."""
+        """Number of samples of the current micro-batch that count; 0 for a filler batch."""
         return self._current_samples
 
     def to_tensorboard(self, writer: SummaryWriter, step: int, prefix: str = PREFIX) -> None:
@@ -101,8 +102,8 @@ class SizedLoader:
 
         Args:
             writer: A SummaryWriter, of torch or tensorboardX.
-            step: Where it is on the axis.
-            prefix: What the tags begin with.
+            step: Its position on the axis.
+            prefix: Prefix of the tags.
         """
         values = {
             "batch_size": self._current_plan().global_batch_size,
@@ -121,10 +122,10 @@ class SizedLoader:
     def _engine(self) -> Engine:
         return self.job.engine
 
-    # What fits -----------------------------------------------------------------------------
+    # Memory --------------------------------------------------------------------------------
 
     def measured_forward(self) -> AbstractContextManager[None]:
-        """Surrounds the forward pass of the current micro-batch, to learn what it takes."""
+        """Surround the forward pass of the current micro-batch, to measure its memory."""
         if self._sizes.room is None or not self._current_samples:
             return nullcontext()
         return self._sizes.room.measure(self._current_samples)

@@ -1,4 +1,4 @@
-"""`StepTimer`: the one stopwatch of the steps of a job."""
+"""`StepTimer`: the only timer of the steps of a job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepTimer:
 
     def __init__(self) -> None:
         self.began: float | None = None
-        """When the current step began, by `time.perf_counter`; None before the first one."""
+        """Start of the current step, by `time.perf_counter`; None before the first one."""
         self.body: float | None = None
         """Seconds of the last step, from its beginning to the end of its loop body."""
         self.period: float | None = None
@@ -43,7 +43,7 @@ class StepTimer:
 
     @property
     def usual(self) -> float:
-        """Usual period of a step; infinite while none is known.
+        """Typical period of a step; infinite while none is known.
 
         The median of the recent ones: an evaluation between two steps is not a long step.
         """

@@ -1,4 +1,4 @@
-"""`Timeline`: how far a job has come, by its clock and its epochs."""
+"""`Timeline`: progress of a job, by its clock and its epochs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Timeline:
     clock: Clock = field(default_factory=Clock)
     """Steps, samples, tokens and progress committed so far."""
     epoch: int = 0
-    """Epochs of the user's loop that are done."""
+    """Completed epochs of the user's loop."""
     total_epochs: int | None = None
     """Number of epochs in the whole job; None until `remaining_epochs_until` was called."""
     epoch_is_new: bool = False
@@ -29,9 +29,9 @@ class Timeline:
     replicas_before: int | None = None
     """Number of replicas when the state was taken that the job resumed from."""
     seeded_at: int | None = None
-    """Step at which the random generators of all replicas were seeded anew, if any."""
+    """Step at which the random generators of all replicas were reseeded, if any."""
     carried_from: str = ""
-    """State that a checkpoint of another framework brought, in words; empty if none did."""
+    """State from a checkpoint of another framework, as text; empty if there is none."""
 
     @property
     def total_steps(self) -> float | None:
@@ -52,7 +52,7 @@ class Timeline:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state` returned."""
+        """The inverse of `state`."""
         self.clock = Clock.from_state(state["clock"])
         self.epoch = int(state["epoch"])
         self.replicas_before = int(state["replicas"])

@@ -1,10 +1,10 @@
-"""`Recorder`: tells what happens in the job, as events, without holding it up.
+"""`Recorder`: report the events of a job, without slowing it down.
 
-A step is told of when its loop body is over, so that whatever the body records belongs to it. Not
-every step has to be: telling may take a small part of the time, whoever listens and however slow,
-and steps that would exceed it go by. Each event carries how far the job has come, so a curve with
-gaps is still the curve. Replica 0 tells of steps, rescales and checkpoints; a fault is told of by
-the replica that had it.
+A step is reported when its loop body is over, so that everything the body records belongs to it.
+Not every step is reported: reporting may take a small part of the time, whatever the listeners, and
+steps that would exceed it are skipped. Each event contains the totals, so a curve with gaps is
+still correct. Replica 0 reports steps, rescales and checkpoints; a fault is reported by the replica
+that had it.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from resilin.training.step_timer import StepTimer
 from resilin.training.timeline import Timeline
 
 SHARE = 0.005
-"""Part of the time that telling of steps may take."""
+"""Fraction of the time that reporting steps may take."""
 ALLOWANCE = 0.1
-"""Seconds of it that are free, so that a short run is told of in full."""
+"""Seconds of reporting that are free, so that a short run is reported completely."""
 LONGEST = 10.0
-"""Seconds without a step that was told of, after which the next one is, whatever that takes."""
+"""Longest gap between two reported steps; the next one is then reported whatever it costs."""
 
 
 class _Committed(NamedTuple):
@@ -173,7 +173,7 @@ class Recorder:
             plan: How it was split; None without a loader of resilin.
         """
         if self._wanted:
-            # The learning rate of this very step: the loop may step a scheduler after it.
+            # The learning rate of this step: the loop may step a scheduler after it.
             lr = optimizer.param_groups[0].get("lr")
             self._committed = _Committed(
                 scaling,
@@ -210,8 +210,8 @@ class Recorder:
         recorded, self._recorded = self._recorded, {}
         if committed is None:
             return
-        # A busy machine makes everything slow, which is not the log's fault: where it is alone,
-        # what it computes counts. Sinks may wait for a network, and tensors for their device.
+        # On a busy machine everything is slow, so the log alone is charged its CPU time. Sinks may
+        # wait for a network, and tensors for their device: these are charged wall time.
         elsewhere = any(
             isinstance(value, torch.Tensor) and value.device.type != "cpu"
             for pairs in recorded.values()
@@ -320,7 +320,7 @@ class Recorder:
             )
 
     def flush(self) -> None:
-        """Writes out what is in the buffer of the log."""
+        """Write the buffered events of the log."""
         if self._log is not None:
             self._log.flush()
 
@@ -338,7 +338,7 @@ class Recorder:
 def _mean(pairs: list[tuple[Number, float]]) -> float:
     total = math.fsum(weight for _, weight in pairs)
     if total == 0:
-        return math.nan  # this replica had no sample of its own in the step
+        return math.nan  # this replica had only filler samples in the step
     return math.fsum(float(value) * weight for value, weight in pairs if weight) / total
 
 

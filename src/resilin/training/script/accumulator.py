@@ -15,7 +15,7 @@ from resilin.training.state.snapshot import join, split
 
 
 class _Term:
-    """What `stats[key]` is outside `synchronized()`: it can be added to, and nothing else."""
+    """The value of `stats[key]` outside `synchronized()`: it can only be added to."""
 
     def __init__(self, value: float, key: Any) -> None:
         self._value = value
@@ -36,7 +36,7 @@ class _Term:
     def _refuse(self, *_: Any) -> Any:
         raise RuntimeError(
             f"stats[{self._key!r}] is a part of a sum: other replicas have the rest. Read it "
-            "within `with stats.synchronized():`, on all replicas at once"
+            "within `with stats.synchronized():`, on all replicas"
         )
 
     __radd__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
@@ -61,8 +61,8 @@ def _number(value: Any) -> float:
 class Accumulator(MutableMapping[Any, Any]):
     """A dict of sums that are added to on each replica and read over all of them.
 
-    Keys begin at 0. Outside `synchronized()` a value can only be added to (`+=`, `-=`, `update`)
-    or set (`=`, which counts on each replica); within it, all values are sums over all replicas.
+    Values start at 0. Outside `synchronized()` a value can only be added to (`+=`, `-=`, `update`)
+    or set (`=`, on this replica); within it, all values are sums over all replicas.
 
     Examples:
         >>> stats = Accumulator()
@@ -76,7 +76,7 @@ class Accumulator(MutableMapping[Any, Any]):
         self._sums: dict[Any, float] = {}
         self._total: dict[Any, float] | None = None
         job = current_job()
-        # One that is made in the middle of an epoch is made again there, and starts from nothing.
+        # One created in the middle of an epoch is created there again, and starts from zero.
         if job.recovery is None or job.timeline.epoch_is_new:
             when = "start" if job.recovery is None else f"epoch {job.epoch}"
             job.registry.add_summed(when, self, first_replica=job.engine.replica == 0)
@@ -119,7 +119,7 @@ class Accumulator(MutableMapping[Any, Any]):
             self[key] += value
 
     def subtract(self, other: Mapping[Any, Any]) -> None:
-        """Takes each value off the sum of its key."""
+        """Subtract each value from the sum of its key."""
         for key, value in other.items():
             self[key] -= value
 
@@ -127,7 +127,7 @@ class Accumulator(MutableMapping[Any, Any]):
     def synchronized(self) -> Iterator[Accumulator]:
         """Sums over all replicas, all keys at once; within the block values can be read.
 
-        All replicas must come here. They may have different keys, at a higher price.
+        All replicas must enter it. They may have different keys, at a higher cost.
         """
         self._total = self._reduce()
         try:
@@ -155,5 +155,5 @@ class Accumulator(MutableMapping[Any, Any]):
         return {"sums": dict(self._sums)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+        """The inverse of `state_dict`."""
         self._sums = dict(state["sums"])

@@ -1,4 +1,4 @@
-"""What users say about state: where to keep it, what else has some, and when to stop."""
+"""The script's interface to state: where to save it, what else has state, and when to stop."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def checkpoint_to(
     keep_every: int | None = None,
     memory_every: int | Literal["auto"] | None = "auto",
 ) -> None:
-    """Says where the job keeps its state. Call it before the loop over epochs.
+    """Set where and how often the job saves its state. Call it before the loop over epochs.
 
-    When the job starts, it goes on from the newest state there is. Besides these checkpoints, a
-    job under torchrun copies its state into the memory of its hosts, and goes on from there when
-    a worker was lost but not its host. A script that does not call this takes the directory from
-    `RESILIN_CHECKPOINT_DIR`, as `resilin run --checkpoint-dir` sets it.
+    When the job starts, it resumes from the latest state that exists. Besides these checkpoints, a
+    job under torchrun copies its state into the memory of its hosts, and resumes from there when a
+    worker was lost but not its host. Without this call the directory is `RESILIN_CHECKPOINT_DIR`,
+    which `resilin run --checkpoint-dir` sets.
 
     Args:
-        directory: A path or an fsspec URL (`s3://...`) that all replicas reach; None writes no
+        directory: A path or an fsspec URL (`s3://...`) that all replicas can reach; None writes no
             checkpoints.
-        every: Steps, or time, between two checkpoints, which are written while training goes on;
-            None saves only when the job is asked to stop, or done.
-        keep: How many of the newest ones stay.
-        keep_every: Also keep those of every so many steps.
+        every: Steps, or time, between two checkpoints, which are written while training continues;
+            None saves only when the job is asked to stop, or has finished.
+        keep: Number of latest checkpoints to keep.
+        keep_every: Also keep one checkpoint for every this many steps.
         memory_every: Steps between two copies in memory; a lost worker costs at most that many.
-            `auto` chooses so that copies take at most 5% of the time: every step for steps that
-            take 20 times as long as a copy, else fewer, so that what a lost worker costs is at
-            most the time of 20 copies. None makes none.
+            `auto` chooses so that copies take at most 5% of the time: every step if a step takes 20
+            times as long as a copy, else fewer, so that a lost worker costs at most the time of 20
+            copies. None makes none.
 
     Raises:
         ValueError: A setting is out of range, or the job has started.
@@ -50,7 +50,7 @@ def checkpoint_to(
     job = current_job()
     if job.recovery is not None:
         raise ValueError(
-            "checkpoint_to() came after the job had started: call it before "
+            "checkpoint_to() was called after the job had started: call it before "
             "remaining_epochs_until() and before the first step"
         )
     job.state_settings = StateSettings(
@@ -65,16 +65,16 @@ def checkpoint_to(
 
 
 def register(name: str, thing: Stateful) -> None:
-    """Makes an object of your own survive with the job.
+    """Save and restore an object of your own with the job.
 
     Model, optimizer, scheduler, scaler, loader, Accumulators and clocks are registered already.
-    The state is taken between two steps, and must be the same on all replicas.
+    The state is captured between two steps, and must be the same on all replicas.
 
     Args:
-        name: What it is called in checkpoints.
-        thing: An object with `state_dict()` and `load_state_dict()`. Its state is made of
-            numbers, strings, tensors, numpy arrays, and containers of them. If the job goes on
-            from a state with this name, it is loaded: when the job starts, or now if it has.
+        name: Its name in checkpoints.
+        thing: An object with `state_dict()` and `load_state_dict()`. Its state consists of numbers,
+            strings, tensors, numpy arrays, and containers of them. If the job resumes from a state
+            with this name, it is loaded: when the job starts, or now if it has started.
 
     Raises:
         ValueError: The name is taken, or the object lacks one of the two methods.
@@ -83,27 +83,27 @@ def register(name: str, thing: Stateful) -> None:
 
 
 def resume() -> Version | None:
-    """Starts the job now: restores the newest state there is.
+    """Start the job now: restore the latest state that exists.
 
-    The loop over epochs does that by itself. Call it earlier to see what was restored, or without
-    such a loop.
+    The loop over epochs does this automatically. Call it earlier to see what was restored, or
+    without such a loop.
 
     Returns:
-        Which state the job goes on from, as generation and step; None if it begins anew.
+        The state that the job resumed from, as generation and step; None for a new job.
     """
     return start(current_job()).resumed
 
 
 def stop_when(condition: Callable[[], bool], every: timedelta = timedelta(seconds=5)) -> None:
-    """Asks a function, in a thread, whether this machine is about to be taken.
+    """Poll a function, in a thread, to learn whether this machine is about to be taken away.
 
-    When it says so, all replicas finish the step, save, and end; those on other machines are
-    started again without this one. SIGTERM and SIGUSR1 do the same without any function.
+    When it returns True, all replicas finish the step, save, and exit; those on other machines are
+    restarted without this one. SIGTERM and SIGUSR1 do the same without any function.
 
     Args:
-        condition: Returns True when the job has to leave this machine, as a cloud's metadata
-            service tells of spot machines. An exception is logged, and it is asked again.
-        every: Time between two questions.
+        condition: Returns True when the job has to leave this machine, for example from a cloud's
+            metadata service. An exception is logged, and it is called again later.
+        every: Time between two calls.
     """
     if not isinstance(every, timedelta):
         raise ValueError(f"every ({every!r}) must be a timedelta")

@@ -1,4 +1,4 @@
-"""The loop over epochs: resilin's own goes on where a job was; others say which epoch it is."""
+"""The loop over epochs: resilin's own resumes where a job was; others report their epoch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from resilin.training.lifecycle import start
 
 
 def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
-    """Yields the epochs that are left, from the current one on.
+    """Iterate over the remaining epochs, from the current one on.
 
-    The job starts here: state that a memory copy or a checkpoint holds is restored before the
-    first epoch. In a new job these are all of them; in one that was resumed, the first is the
-    epoch that was under way. An epoch counts as done when the loop asks for the next one.
+    The job starts here: state in a memory copy or a checkpoint is restored before the first epoch.
+    In a new job these are all epochs; in a resumed one, the first is the epoch that was
+    interrupted. An epoch counts as completed when the loop asks for the next one.
 
     Args:
-        num_epochs: How many epochs the whole job has.
+        num_epochs: Number of epochs of the whole job.
     """
     job = current_job()
     job.timeline.total_epochs = _validate.whole("num_epochs", num_epochs, at_least=0)
@@ -38,12 +38,12 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
 
 
 def begin_epoch(epoch: int) -> None:
-    """Says which epoch begins, in a loop over epochs that another framework runs.
+    """Report the start of an epoch, in a loop over epochs that another framework runs.
 
-    The first call starts the job. The epoch before counts as done when the next one begins.
+    The first call starts the job. An epoch counts as completed when the next one begins.
 
     Args:
-        epoch: Epochs that are done.
+        epoch: Number of completed epochs.
     """
     job = current_job()
     recovery = start(job)

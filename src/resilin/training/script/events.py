@@ -1,4 +1,4 @@
-"""What users say about being watched: where events go, who else hears them, what is recorded."""
+"""The script's interface to telemetry: directory of events, listeners, and recorded metrics."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from resilin.training.records import Number
 
 
 def events_to(directory: str | os.PathLike[str]) -> None:
-    """Says where the job writes down what happens. Call it before the loop over epochs.
+    """Set the directory of the event log. Call it before the loop over epochs.
 
-    `resilin top` and `resilin report` read it there. A launcher's word (`resilin run --run-dir`, or
-    `RESILIN_RUN_DIR`) goes before this. Without either, a job with checkpoints on a local path
-    writes to `events` in their directory, and any other job writes nothing.
+    `resilin top` and `resilin report` read it there. A launcher (`resilin run --run-dir`, or
+    `RESILIN_RUN_DIR`) overrides this. Without either, a job with checkpoints on a local path writes
+    to `events` in their directory, and any other job writes nothing.
 
     Args:
-        directory: A local directory, of this run alone; it is made if need be. Where replica 0
-            may move to another host, one that all hosts share.
+        directory: A local directory for this run alone; created if missing. If replica 0 may move
+            to another host, it must be shared by all hosts.
 
     Raises:
         ValueError: The job has started.
@@ -30,20 +30,20 @@ def events_to(directory: str | os.PathLike[str]) -> None:
     job = current_job()
     if job.recorder is not None:
         raise ValueError(
-            "events_to() came after the job had started: call it before remaining_epochs_until() "
+            "events_to() was called after the job had started: call it before remaining_epochs_until() "
             "and before the first step"
         )
     job.events.directory = Path(directory)
 
 
 def listen(listener: Listener) -> None:
-    """Tells a function, or a sink of `resilin.telemetry`, of each event from now on.
+    """Call a function, or a sink of `resilin.telemetry`, with each event from now on.
 
-    Replica 0 tells of steps, rescales, checkpoints and decisions; other replicas only of their own
-    faults. It is called between two steps, and what it takes counts as telling: the slower it is,
-    the fewer steps are told of, so that training is not held up by more than half a percent; but
-    one step in ten seconds always is. A listener that raises an exception is told of no more; the
-    log says so.
+    Replica 0 reports steps, rescales, checkpoints and decisions; other replicas only their own
+    faults. It is called between two steps, and its time counts as reporting: the slower it is, the
+    fewer steps are reported, so that training is not slowed by more than half a percent; but one
+    step in ten seconds is always reported. A listener that raises an exception receives no more
+    events; the error is logged.
 
     Args:
         listener: Called with one event of `resilin.core.events` at a time.
@@ -54,26 +54,26 @@ def listen(listener: Listener) -> None:
 
 
 def record(values: Mapping[str, Number] | None = None, /, **named: Number) -> None:
-    """Records numbers of your own with the events of the job: a loss, an accuracy.
+    """Record your own metrics with the events of the job, such as a loss or an accuracy.
 
     In the body of the training loop they belong to the step, as means over the micro-batches of
-    this replica, weighted like their gradients. A step that is not told of takes nothing in, and a
-    tensor is read only if it is, so that recording the loss of every step costs next to nothing.
-    Anywhere else, as behind an evaluation, they are an event of their own. Replica 0 records; on
-    others it does nothing.
+    this replica, weighted like their gradients. A step that is not reported ignores them, and a
+    tensor is read only if the step is reported, so recording the loss of every step costs very
+    little. Anywhere else, for example after an evaluation, they are a separate event. Replica 0
+    records; on others it does nothing.
 
     Args:
-        values: Names and numbers; tensors with one element are fine.
-        **named: The same, where the names are identifiers.
+        values: Names and numbers, or tensors with one element.
+        **named: The same, if the names are identifiers.
 
     Raises:
-        ValueError: Something that is not one number, or the job has not started.
+        ValueError: A value is not one number, or the job has not started.
     """
     job = current_job()
     if job.recorder is None:
         raise ValueError(
-            "record() came before the job had started: call resilin.resume() first, or record in "
-            "the loop"
+            "record() was called before the job had started: call resilin.resume() first, or "
+            "record in the loop"
         )
     micro = job.micro_batch
     job.recorder.record(

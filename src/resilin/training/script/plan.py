@@ -7,7 +7,7 @@ from resilin.training.job import current_job
 
 
 class PresentPlan(BatchPlan):
-    """A `BatchPlan` for the replicas that are present, which knows which of them this one is."""
+    """A `BatchPlan` for the current replicas, as seen by one of them."""
 
     __slots__ = ()
 
@@ -28,8 +28,8 @@ def plan(
 
     Args:
         global_batch_size: Samples in one optimizer step, over all replicas.
-        max_local_bsz: Most samples that fit on one replica; more are accumulated.
-        min_local_bsz: Fewest samples in a micro-batch.
+        max_local_bsz: Largest number of samples that fit on one replica; more are accumulated.
+        min_local_bsz: Smallest number of samples in a micro-batch.
         gradient_accumulation: Whether a replica may run more than one micro-batch in a step.
 
     Returns:

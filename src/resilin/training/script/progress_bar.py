@@ -12,17 +12,17 @@ from resilin.training.loader import AdaptiveDataLoader
 
 
 def progress_bar(loader: AdaptiveDataLoader, *, stream: TextIO | None = None) -> Iterator[Any]:
-    """Iterates over a loader, and shows how far training has come.
+    """Iterate over a loader, and show the progress of training.
 
-    Write `for x, y in resilin.progress_bar(loader):`. It counts in reference steps, by the clock
-    that the rule measures the run by, so what it says holds when the batch size changes. The whole
-    is the job if its number of epochs is known from `remaining_epochs_until`, else the epoch. For a
-    loader that is only read (an evaluation) it is one pass over the data. Replica 0 shows it.
+    Write `for x, y in resilin.progress_bar(loader):`. It counts reference steps, by the clock in
+    which the rule measures the run, so it stays right when the batch size changes. It covers the
+    whole job if the number of epochs is known from `remaining_epochs_until`, else the epoch. For a
+    loader that does not train (an evaluation) it covers one pass over the data. Replica 0 shows it.
 
     Args:
-        loader: What to iterate over.
-        stream: Where to show it; None takes stderr. If that is no terminal, a line is written
-            once a minute.
+        loader: The loader.
+        stream: Output stream; None uses stderr. If it is not a terminal, a line is written once a
+            minute.
     """
     job = loader.job
     if job.engine.replica != 0:
@@ -43,7 +43,7 @@ def progress_bar(loader: AdaptiveDataLoader, *, stream: TextIO | None = None) ->
 
 
 class _Pass:
-    """What one loop over a loader has to show."""
+    """The display of one loop over a loader."""
 
     def __init__(self, job: Job, loader: AdaptiveDataLoader) -> None:
         self._job = job
@@ -53,11 +53,11 @@ class _Pass:
         self._base: float | None = None
 
     def count(self, samples: int) -> None:
-        """This replica has been handed some samples."""
+        """Count samples that this replica received."""
         self._seen += samples
 
     def update(self, display: Display) -> None:
-        """Says where the loop is now."""
+        """Show the current position of the loop."""
         job, loader = self._job, self._loader
         replicas = job.engine.num_replicas
         if not self._trains:
@@ -68,7 +68,7 @@ class _Pass:
         assert job.trained is not None
         clock = job.clock
         steps = clock.progress if job.trained.rule.clock == "progress" else clock.sample_steps
-        # The loader tells the job of its reference run with the first step.
+        # The loader sets the reference of the job with the first step.
         known = None if job.timeline.reference is None else job.timeline.reference.steps_per_epoch
         per_epoch = known or len(loader)
         if job.timeline.total_epochs is None:

@@ -1,1 +1,1 @@
-"""Sizing: which batch size comes next, and what fits."""
+"""Sizing: the next batch size, and the largest micro-batch that fits."""

@@ -1,8 +1,8 @@
-"""Choosing the batch size while training: what `autoscale_batch_size` sets up.
+"""Choice of the batch size during training, set up by `autoscale_batch_size`.
 
-Each replica says in the ballot how long its last step took, and all learn from the means. Replica 0
-asks the tuner now and then, and says its choice in a later ballot; all replicas take it up at the
-same step. Nothing has to come out the same on two machines but a sum.
+Each replica reports the duration of its last step in the ballot, and all learn from the means.
+Replica 0 asks the tuner periodically, and sends its choice in a later ballot; all replicas apply it
+at the same step. Only a sum has to be the same on two machines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIRST = 5
 
 
 class Autoscaler:
-    """The tuner of one loader, and what it has learned."""
+    """The tuner of one loader, and its measurements."""
 
     def __init__(
         self, job: Job, reference: int, bounds: BatchBounds, room: Room | None = None
@@ -54,7 +54,7 @@ class Autoscaler:
 
     @property
     def settings(self) -> tuple[int, BatchBounds]:
-        """What it was made with: the reference batch, and the bounds of the user."""
+        """Its settings: the reference batch, and the bounds of the user."""
         return self._tuner.reference, self._tuner.bounds
 
     @property
@@ -64,7 +64,7 @@ class Autoscaler:
 
     @property
     def bounds(self) -> BatchBounds:
-        """What the user allows, and what fits into the memory of this replica."""
+        """Bounds of the user, limited to what fits into the memory of this replica."""
         bounds = self._tuner.bounds
         if self._room is None:
             return bounds
@@ -73,7 +73,7 @@ class Autoscaler:
 
     @property
     def profile(self) -> StepProfile:
-        """What is known of step times; the same on all replicas."""
+        """Measured step times; the same on all replicas."""
         return self._profile
 
     @property
@@ -91,13 +91,13 @@ class Autoscaler:
         self._plan, self._began = plan, now
 
     def pause(self) -> None:
-        """What comes until the next step is not a part of the last one, as an evaluation."""
+        """The time until the next step, such as an evaluation, is not part of the last step."""
         self._plan = self._began = None
 
     # The ballot ----------------------------------------------------------------------------
 
     def votes(self) -> tuple[float, ...]:
-        """Times of the last step, and on replica 0 the batch size it wants."""
+        """Times of the last step, and on replica 0 its choice of a batch size."""
         proposed, explores = 0.0, 0.0
         if self._proposed is not None:
             proposed, explores = float(self._proposed.batch_size), float(self._proposed.explores)
@@ -188,7 +188,7 @@ class Autoscaler:
     # State ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The batch size and what was learned, for checkpoints; the same on all replicas."""
+        """The batch size and the measurements, for checkpoints; the same on all replicas."""
         return {
             "batch_size": self._wanted,
             "profile": self._profile.state(),
@@ -197,7 +197,7 @@ class Autoscaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned."""
+        """The inverse of `state_dict`."""
         self._wanted = int(state["batch_size"])
         self._profile = StepProfile.from_state(state["profile"])
         self._seconds, self._explored = float(state["seconds"]), float(state["explored"])

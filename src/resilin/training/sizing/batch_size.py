@@ -1,4 +1,4 @@
-"""Which global batch size comes next, and how it is split: what a loader asks before each step."""
+"""The next global batch size of a loader and its split."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from resilin.training.state.registry import FormerName
 logger = logging.getLogger("resilin")
 
 BatchSize = int | Schedule[int] | BatchTrace | Callable[[Clock], int]
-"""A global batch size, or what it follows: a schedule, a trace, or a function of the clock."""
+"""A global batch size, or a schedule, a trace, or a function of the clock that it follows."""
 
 
 def _described(batch_size: BatchSize) -> str:
@@ -42,9 +42,9 @@ class BatchSizes:
         self._own_clock = Clock()
         self._replayed: BatchTrace | None = None
         self.room = room
-        """What fits into the memory of this replica, if that is watched."""
+        """Memory limit of this replica, if it is measured."""
         self.autoscaler: Autoscaler | None = None
-        """What chooses the batch size, if anything does."""
+        """The autoscaler, if the batch size is chosen automatically."""
 
     def set(self, batch_size: BatchSize) -> None:
         """The user chooses."""
@@ -72,10 +72,10 @@ class BatchSizes:
         self._note("autoscale_batch_size()")
 
     def _note(self, chosen: int | str) -> None:
-        """Makes a choice of the running loop a part of the state.
+        """Make a choice of the running loop part of the state.
 
-        What a script sets before the job starts, it sets again after a restart. What its loop sets,
-        as in `if epoch == 5`, it may not.
+        A script sets its initial choice again after a restart. Its loop may not repeat a later one,
+        such as in `if epoch == 5`.
         """
         if current_job().recovery is not None:
             self._in_loop = chosen
@@ -83,14 +83,14 @@ class BatchSizes:
                 self._cursor.chosen = chosen
 
     def _take_over(self, cursor: Cursor, *, made_within: bool) -> None:
-        """Sets what the loop had set before a restart, unless it has set something since.
+        """Restore the choice of the loop from before a restart, unless it has made a new one.
 
         Args:
-            cursor: That of the loader.
-            made_within: Whether the loader was made within an epoch: it begins as it was made.
+            cursor: The cursor of the loader.
+            made_within: Whether the loader was created within an epoch: then it starts as created.
 
         Raises:
-            RuntimeError: The loop had set something that cannot be kept, and has not set it again.
+            RuntimeError: The choice cannot be saved, and the loop has not repeated it.
         """
         self._cursor = cursor
         if self._in_loop is not None or made_within:
@@ -103,12 +103,12 @@ class BatchSizes:
         elif cursor.chosen is not None and self._replayed is None:
             raise RuntimeError(
                 f"the loop had set the batch size to {cursor.chosen} after the job had started, "
-                "and has not set it again since the job was resumed. What is not a number cannot "
-                "be kept: set it before the loop over epochs, or at the beginning of every epoch"
+                "and has not set it again since the job was resumed. Only a number can be saved: "
+                "set anything else before the loop over epochs, or at the beginning of every epoch"
             )
 
     def _within(self, bounds: BatchBounds) -> BatchBounds:
-        """No micro-batch is larger than the loader was told that one may be."""
+        """The bounds with micro-batches of at most the loader's `max_local_bsz`."""
         if self._max_local_bsz is None:
             return bounds
         lower, upper = bounds.local_bsz_bounds or (0, self._max_local_bsz)
@@ -128,17 +128,17 @@ class BatchSizes:
     def take_part(
         self, job: Job, name: str, cursor: Cursor, former: FormerName, *, made_within: bool
     ) -> None:
-        """The loader trains: its autoscaler has state, and a voice in the ballots.
+        """Register a training loader: its autoscaler has state and takes part in ballots.
 
-        A trace that is to be replayed takes the place of what the script chose.
+        A trace that is being replayed overrides the script's choice.
 
         Args:
             job: The job.
-            name: What the autoscaler is called in the state of the job.
-            cursor: That of the loader. A loader that was made anew continues with what the
-                autoscaler of the one before it has learned.
-            former: Another name that restored state of it may have.
-            made_within: Whether the loader was made within an epoch.
+            name: Name of the autoscaler in the state of the job.
+            cursor: The cursor of the loader. A loader that was created again continues with the
+                measurements of the previous autoscaler.
+            former: Another name that its restored state may have.
+            made_within: Whether the loader was created within an epoch.
         """
         if self._replayed is None and (trace := overrides.batch_trace()) is not None:
             job.events.replays = overrides.trace_source()
@@ -205,8 +205,8 @@ class BatchSizes:
         replicas = current_job().engine.num_replicas
         if samples == batch_size and self._replayed is None:
             return self._bounds.plan(samples, replicas)
-        # The remainder of an epoch is what it is, and so is what a trace says: no smallest size
-        # and no global limit apply. What does not fit at once is accumulated.
+        # Remainders of epochs and sizes of a trace are given: no smallest size and no global limit
+        # apply. Samples beyond one micro-batch are accumulated.
         upper = self._bounds.local_bsz_bounds[1] if self._bounds.local_bsz_bounds else None
         return BatchPlan(samples, replicas, max_local_bsz=upper)
 
@@ -223,6 +223,6 @@ class BatchSizes:
         self.autoscaler.begin_step(plan)
 
     def pause(self) -> None:
-        """An epoch is over: what comes now is no part of a step."""
+        """An epoch is over: the time until the next step is not part of a step."""
         if self.autoscaler is not None:
             self.autoscaler.pause()

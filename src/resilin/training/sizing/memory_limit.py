@@ -1,10 +1,10 @@
-"""How large a micro-batch fits into this replica's memory: learned from real steps.
+"""The largest micro-batch that fits into this replica's memory, learned from real steps.
 
-Nothing is probed beside the training, so neither its state nor its random numbers are disturbed.
-Micro-batches begin small and at most double; what two sizes have taken says by a straight line what
-a larger one will take. On accelerators the allocator's peak is read, which waits for nothing; on
-the CPU the bytes that the forward pass keeps for backward stand for it, and the user gives the
-budget.
+There are no probes outside of the training, so neither its state nor its random numbers change.
+Micro-batches start small and at most double; the memory of a larger size is extrapolated linearly
+from that of two smaller ones. On accelerators the allocator's peak is read, which does not wait for
+the device; on the CPU it is the bytes that the forward pass keeps for the backward pass, and the
+user sets the budget.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from resilin.core import _validate
 from resilin.engine import devices
 
 SHARE = 0.9
-"""Part of a device's memory that micro-batches may take."""
+"""Fraction of a device's memory that micro-batches may take."""
 
 
 class Room:
     """The largest micro-batch that this replica should run.
 
     Args:
-        budget: Bytes that it may take; None takes `SHARE` of the device's memory.
+        budget: Bytes that it may take; None means `SHARE` of the device's memory.
         start: Samples of the first micro-batch.
 
     Raises:
@@ -44,7 +44,7 @@ class Room:
                 )
             budget = int(SHARE * total)
         self.budget = _validate.whole("memory_budget", budget, at_least=1)
-        """Bytes that a micro-batch may take, with all else on an accelerator."""
+        """Bytes that a micro-batch may take, including everything else on an accelerator."""
         self._largest = max(1, start // 2)
         self._seen: dict[int, int] = {}
         self._ceiling: int | None = None
@@ -76,7 +76,7 @@ class Room:
         return max(1, int(large + (self.budget - self._seen[large]) / slope))
 
     def measured(self, size: int, num_bytes: int) -> None:
-        """What a micro-batch of this size has taken at its peak."""
+        """Record the peak memory of a micro-batch of this size."""
         self._largest = max(self._largest, size)
         self._seen[size] = max(self._seen.get(size, 0), num_bytes)
         for small in sorted(self._seen)[:-3]:
@@ -106,7 +106,7 @@ class Room:
         taken: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            # By address: what several operations keep is there once. Not the whole storage: a
+            # By address, as several operations may keep one tensor. Not the whole storage, as a
             # micro-batch may be a view of a larger one.
             taken[tensor.data_ptr()] = max(taken.get(tensor.data_ptr(), 0), tensor.nbytes)
             return tensor

@@ -9,11 +9,11 @@ from resilin.training.timeline import Timeline
 
 
 class ReferenceBatch:
-    """The batch that the learning rate was tuned for, as the loader or the model was told.
+    """The batch that the learning rate was tuned for, as set on the loader or the model.
 
     Args:
         timeline: The clock of the job, and the reference of the `AdaptiveDataLoader` that trains.
-        batch_size: What the model was told; None if it leaves that to the loader.
+        batch_size: Setting of the model; None if the loader sets it.
         tokens_per_step: Tokens in one reference step, if they are counted.
     """
 
@@ -31,7 +31,7 @@ class ReferenceBatch:
             per_sample: Mean weight of a sample.
 
         Raises:
-            ValueError: Nobody has said it, or model and loader contradict each other.
+            ValueError: It is not set, or model and loader contradict each other.
         """
         known = self._timeline.reference
         if known is not None:
@@ -63,10 +63,10 @@ class ReferenceBatch:
         return self._timeline.clock.read(clock, self.of_clock())
 
     def schedule_end(self, before: float) -> float | None:
-        """Where a schedule must not be stepped past, in reference steps; None if unknown.
+        """Limit beyond which a schedule must not be stepped, in reference steps; None if unknown.
 
         The last step of an epoch may overshoot it. A run of known length ends at that length.
-        Otherwise any epoch may be the last: a schedule then goes on with the next epoch's steps.
+        Otherwise any epoch may be the last: a schedule then continues with the next epoch's steps.
 
         Args:
             before: Reading of the schedule's clock before the step.

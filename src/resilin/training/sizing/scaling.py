@@ -1,4 +1,4 @@
-"""`StepScaling`: what the batch size of a step changes in the optimizer.
+"""`StepScaling`: changes to the optimizer for the batch size of a step.
 
 The noise of the gradient and the scale of the step give its gain; the scaling rule turns both into
 factors for the optimizer. They are made once per step, from its complete gradient, and taken back
@@ -25,9 +25,9 @@ class Scaled:
     scale: float = 1.0
     """Global batch over reference batch."""
     gain: float = 1.0
-    """Reference steps that the step is worth."""
+    """Worth of the step in reference steps."""
     factors: tuple[Factors, ...] = ()
-    """What the rule applies to each parameter group."""
+    """Factors of the rule for each parameter group."""
 
 
 class StepScaling:
@@ -59,7 +59,7 @@ class StepScaling:
         """The gradient that `last` was made from; None once its step is over."""
         self._before = self.last, estimates.mark()
 
-    # What it knows -------------------------------------------------------------------------
+    # Measurements --------------------------------------------------------------------------
 
     @property
     def group_noise(self) -> list[Noise | None]:
@@ -73,7 +73,7 @@ class StepScaling:
 
     @property
     def sample_noise(self) -> Noise | None:
-        """The same per sample, also where batches are weighed by something else."""
+        """The noise per sample, also if batches are weighted by something else."""
         noise = self.noise
         if noise is None:
             return None
@@ -129,11 +129,11 @@ class StepScaling:
             self.estimates.schedule.observe(reduced.cost)
 
     def end(self) -> None:
-        """Ends the step: the next one is prepared anew."""
+        """End the step: the next one is prepared again."""
         self.prepared = None
 
     def take_back(self) -> None:
-        """Forgets what `prepare` has made of a step that failed."""
+        """Undo `prepare` for a step that failed."""
         if self.prepared is not None:
             self.last, mark = self._before
             self.estimates.go_back(mark)
