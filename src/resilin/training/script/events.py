@@ -30,7 +30,8 @@ def events_to(directory: str | os.PathLike[str]) -> None:
     job = current_job()
     if job.recorder is not None:
         raise ValueError(
-            "events_to() was called after the job had started: call it before remaining_epochs_until() "
+            "events_to() was called after the job had started: call it before "
+            "remaining_epochs_until() "
             "and before the first step"
         )
     job.events.directory = Path(directory)
