@@ -44,7 +44,7 @@ def test_a_host_without_a_copy_gets_it_from_one_that_has_it(tmp_path, caplog):
     assert snapshot.tensors["model.half"].dtype == torch.bfloat16
     # The sums of replica 0 went with its host: the rest goes on, and it is said.
     assert snapshot.tree["sums/start/0"] == {"samples": 3.0}
-    assert ("Accumulators go on without" in caplog.text) == (replica() == 0)
+    assert ("Accumulators resume without" in caplog.text) == (replica() == 0)
 
 
 def test_sums_of_all_replicas_are_worth_one_step_that_not_all_have_ended(tmp_path):

@@ -1,13 +1,13 @@
-"""The cross-check: replicas compare a hash of what must be the same on all of them, now and then.
+"""The cross-check: replicas periodically compare a hash of state that must be the same on all.
 
-After each step all replicas have the same parameters, learning rates and clock, bit for bit; else
-they train different models and nothing says so. A hash of these goes into the ballot of some
-steps. Sums of its pieces and of their squares tell whether all replicas have the same one, and if
-not, they say one by one what they have, and all of them fail with the names of those that differ.
+After each step all replicas must have the same parameters, learning rates and clock, bit for bit;
+otherwise they train different models without any sign of it. A hash of these is part of the ballot
+of some steps. Sums of its pieces and of their squares show whether all replicas have the same hash;
+if not, the replicas exchange details, and all of them fail with the names of those that differ.
 
-Buffers are left out: each replica has BatchNorm statistics of its own until DDP sends those of
-replica 0, and what else a module keeps in buffers may be its own as well. So are parameters that
-DDP was told to ignore, and those that are not trained.
+Buffers are left out: each replica has its own BatchNorm statistics until DDP sends those of replica
+0, and other buffers of a module may differ as well. So are parameters that DDP ignores, and those
+that are not trained.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _COLUMNS = 512
 
 
 def _setting(setting: CrossCheck) -> CrossCheck:
-    """The setting that holds: the launcher's word goes before the script's.
+    """The effective setting: the launcher's overrides the script's.
 
     Raises:
-        ValueError: It is neither a number of steps nor `auto` nor `off`.
+        ValueError: The setting is neither a number of steps nor `auto` nor `off`.
     """
     told: CrossCheck | str = os.environ.get(environment.CROSS_CHECK) or setting
     if isinstance(told, str):
@@ -99,14 +99,14 @@ class DivergenceCheck:
         self._said: Mapping[str, str] = {}
 
     def votes(self) -> tuple[float, ...]:
-        """Pieces of the hash, their squares, and what it costs; nothing if it is not due."""
+        """Pieces of the hash, their squares, and its cost; empty if it is not due."""
         engine, step = self._engine, self._timeline.clock.steps
         self._said = {}
         if self._every == "off" or engine.num_replicas == 1:
             return ()
         members = (engine.generation, engine.num_replicas)
         if members != self._members:
-            # Whoever joined has to begin with what the others have.
+            # A replica that joined has to start with the state of the others.
             self._members, self._due, self._checked = members, step, None
         if step < self._due:
             return ()
@@ -121,7 +121,7 @@ class DivergenceCheck:
         return (*parts, *squares(parts), now - began, per_step)
 
     def counted(self, votes: tuple[float, ...]) -> None:
-        """Compares what all replicas have said.
+        """Compare the hashes of all replicas.
 
         Raises:
             RuntimeError: Replicas differ; on all of them.
@@ -141,13 +141,13 @@ class DivergenceCheck:
         if self._every != "auto":
             return int(self._every)
         if not per_step:
-            return 1  # the first check of a generation: the next one tells how long steps take
+            return 1  # the first check of a generation: the next one measures the time of steps
         return max(1, min(LONGEST, round(seconds / (SHARE * per_step) + 0.5)))
 
     # What is compared ----------------------------------------------------------------------
 
     def _state(self) -> dict[str, str]:
-        """What decides, by name; as hex, which is small and exact."""
+        """The compared values by name; as hex, which is small and exact."""
         told = {"clock": _hex(*self._timeline.clock.state().values())}
         told |= {name: _hex(*numbers) for name, numbers in self._decided().items()}
         ignored = ignored_by_ddp(self._module)
@@ -161,7 +161,7 @@ class DivergenceCheck:
         return told
 
     def _who(self) -> str:
-        """What differs on which replica, in words. Collective: all replicas have seen it."""
+        """Description of the differences by replica. Collective: all replicas have seen them."""
         everyone: list[Mapping[str, str]] = self._engine.gather(dict(self._said))
         digests = [_digest(said) for said in everyone]
         usual, number = Counter(digests).most_common(1)[0]

@@ -1,9 +1,9 @@
-"""Which parameters are frozen, as a part of the state of the job.
+"""Frozen parameters, as part of the state of the job.
 
-A loop that unfreezes a layer once, as in `if epoch == 5`, does not do it again when it is resumed
-in a later epoch. So what the loop has changed comes back with the rest of the state. What the
-script does before it wraps the model is its own: if it freezes other parameters there than it did
-when the state was taken, it was changed on purpose, and nothing is taken over.
+A loop that unfreezes a layer once, as in `if epoch == 5`, does not repeat it when it resumes in a
+later epoch. So the changes of the loop are restored with the rest of the state. If the script
+freezes other parameters before wrapping the model than it did when the state was captured, it was
+changed on purpose, and nothing is restored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Frozen:
         return {"at_start": self._at_start, "now": self._now()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Freezes and unfreezes as the loop had done, if the script begins as it did then."""
+        """Repeat the changes of the loop, if the script starts as it did then."""
         if list(state["at_start"]) != self._at_start:
             logger.info(
                 "the script freezes %d parameters at its start, and froze %d when the state was "

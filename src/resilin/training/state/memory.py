@@ -1,10 +1,10 @@
-"""The memory copy: the newest state of the job in this host's shared memory.
+"""The memory copy: the latest state of the job in this host's shared memory.
 
 After each step the replicas of a host copy the state into files in memory, which outlive them. A
-process that is started again on the host finds the last completed step there; a host that has
-nothing gets it from one that has. Each replica writes only its share, and that of its neighbour,
-so a host loses nothing when any one of its replicas dies at any moment. Files are written in turns,
-two per share, and say last of all that they are complete.
+restarted process on the host finds the last completed step there; a host without a copy gets it
+from one that has it. Each replica writes only its share, and that of its neighbour, so a host loses
+nothing if any one of its replicas dies at any moment. Two files per share are written alternately,
+and are marked complete last of all.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ from resilin.training.state.snapshot import Json, Snapshot, Version, names
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a replica is among those that share its host's memory."""
+    """Placement of a replica among those that share its host's memory."""
 
     host: int
     """Number of the host, or of the agent on it."""
     local_replica: int
-    """Which replica of the host, from 0."""
+    """Number of the replica on its host, from 0."""
     num_local_replicas: int
-    """How many replicas the host has."""
+    """Number of replicas on the host."""
     replica: int
-    """Which replica of the job."""
+    """Number of the replica in the job."""
 
 
 class MemoryCopies:
     """Writes and reads the copies of one job in one directory.
 
     Args:
-        directory: A directory in memory, of this job alone. It is made if it does not exist.
+        directory: A directory in memory, for this job alone; created if missing.
 
     Raises:
-        ValueError: The directory belongs to somebody else, who could forge what is in it.
+        ValueError: The directory belongs to another user, who could forge its contents.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -107,13 +107,13 @@ class MemoryCopies:
         Args:
             snapshot: The state, the same on all replicas.
             sums: This replica's part of what is summed over the replicas.
-            place: Where this replica is. All of the host's replicas have to keep the same steps.
-            own: What this replica alone has.
-            previous: The copy before, or the state that the job resumed from.
-            again: Whether to overwrite the last copy, because an earlier state is to be had.
+            place: Placement of this replica. All replicas of the host must keep the same steps.
+            own: State that only this replica has.
+            previous: The previous copy, or the state that the job resumed from.
+            again: Whether to overwrite the last copy, because an earlier state is available.
 
         Raises:
-            OSError: There is no room for it. The copy before is untouched.
+            OSError: There is no room for it. The previous copy is untouched.
             RuntimeError: A process of another job writes to the same file.
         """
         before = self._turn
@@ -121,7 +121,7 @@ class MemoryCopies:
         try:
             self._keep(snapshot, sums, place, own, previous)
         except BaseException:
-            # Else the next one would overwrite the last that is complete.
+            # Otherwise the next one would overwrite the last complete one.
             self._turn = before
             raise
 
@@ -169,7 +169,7 @@ class MemoryCopies:
     # Reading -------------------------------------------------------------------------------
 
     def versions(self) -> list[Version]:
-        """The states that are here completely, newest first."""
+        """The complete states in this directory, latest first."""
         return sorted(self._complete(), reverse=True)
 
     def _complete(self) -> dict[Version, list[Found]]:
@@ -218,36 +218,36 @@ class MemoryCopies:
         return {name: Split(tuple(shapes[name]), tuple(held)) for name, held in found.items()}
 
     def num_replicas(self, version: Version) -> int:
-        """How many replicas the job had when they wrote a state that is here completely."""
+        """Number of replicas of the job when a complete state was written."""
         files = self._complete()[version]
         return int(next(f.meta["tree"]["job"]["replicas"] for f in files if "tree" in f.meta))
 
     def sums(self, version: Version) -> dict[int, Mapping[str, Json]]:
-        """What replicas of this host have added to sums by this version, by replica."""
+        """Sums of the replicas of this host in this version, by replica."""
         parts = (f.meta["sums"] for f in self._files() if f.version == version and "sums" in f.meta)
         return {part["replica"]: part["of"] for part in parts}
 
     def previous(self, version: Version) -> Version | None:
-        """The copy before one that is here completely, or the state its generation began with."""
+        """The copy before a complete one, or the state that its generation resumed from."""
         before = self._complete()[version][0].meta["previous"]
         return None if before is None else Version(*before)
 
     def generations(self) -> set[int]:
-        """Generations of which anything is here, complete or not."""
+        """Generations with files in this directory, complete or not."""
         found = {generation_of(path.name) for path in self.directory.iterdir()}
         return {generation for generation in found if generation is not None}
 
     def writers(self) -> set[Writer]:
-        """Processes that have written what is here, and that live."""
+        """Live processes that have written files in this directory."""
         found = {Writer(*file.meta["writer"]) for file in self._files()}
         return {writer for writer in found if not process_gone(*writer)}
 
     def owners(self, version: Version) -> set[int]:
-        """The replicas of this host whose own state of this version is here."""
+        """Replicas of this host whose own state of this version is in this directory."""
         return set(self._own_trees(version))
 
     def without_own(self, version: Version) -> set[int]:
-        """Those of them that have nothing of their own: their parts are empty."""
+        """Those of `owners` whose own state is empty."""
         trees = self._own_trees(version)
         return {replica for replica, tree in trees.items() if not any(tree.values())}
 
@@ -256,7 +256,7 @@ class MemoryCopies:
         return {file.meta["sums"]["replica"]: file.meta["own"] for file in files}
 
     def own(self, version: Version) -> dict[int, OwnState]:
-        """What replicas of this host have of their own in this version, by replica."""
+        """Own states of the replicas of this host in this version, by replica."""
         found = {}
         for file in self._files():
             if file.version == version and "own" in file.meta:
@@ -275,8 +275,8 @@ class MemoryCopies:
         Only what this module wrote is touched.
 
         Args:
-            before: The first generation that stays; None removes all.
-            but: A state that stays all the same.
+            before: The first generation to keep; None removes all.
+            but: A state to keep in any case.
         """
         staying = set()
         if but is not None:
@@ -294,13 +294,13 @@ class MemoryCopies:
             self.close()
 
     def withdraw(self) -> None:
-        """Removes what this replica has written; others may still need theirs."""
+        """Remove the files of this replica; others may still need theirs."""
         for writer in self._writers.values():
             writer.path.unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:
-        """Lets go of the files; they stay."""
+        """Close the files, without removing them."""
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()

@@ -1,7 +1,7 @@
 """The schedule of memory copies: when one is due, retries where none fits, and the steps at risk.
 
 The decisions are those of `core.recovery`. A copy that finds no room is tried again, first without
-what earlier generations left, later at growing intervals: others may have given memory back.
+the copies of earlier generations, later at growing intervals: memory may have been freed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from resilin.training.state.snapshot import Version
 logger = logging.getLogger("resilin")
 
 MEMORY_BUDGET = 0.05
-"""Part of the training time that memory copies may take when their interval is `auto`."""
+"""Fraction of the training time that memory copies may take when their interval is `auto`."""
 LONGEST_PAUSE = 1024
-"""Most steps between two attempts at a copy, where the ones before found no room."""
+"""Largest number of steps between two attempts at a copy, after earlier ones found no room."""
 
 
 class CopyInterval:
@@ -91,7 +91,7 @@ class MemorySchedule:
         self.lock = threading.Lock()
         """Held while a copy is written."""
         self.resumed: Version | None = None
-        """The state that this generation began with, if there was one."""
+        """The state that this generation resumed from, if any."""
         self._engine = engine
         self._registry = registry
         self._interval = CopyInterval(every)
@@ -131,10 +131,10 @@ class MemorySchedule:
 
     @property
     def at_risk(self) -> int | None:
-        """Completed steps that the death of a worker can cost; None if only checkpoints bound it.
+        """Completed steps that a lost worker can cost; None if only checkpoints limit it.
 
-        A step is complete when its copy is: one that dies in the middle of a copy makes that step
-        again.
+        A step is complete when its copy is: a worker that dies in the middle of a copy repeats that
+        step.
         """
         holds = self._num_kept > 0 and self._all_kept and not self._failures
         return steps_at_risk(self._interval.steps) if holds else None
@@ -152,11 +152,11 @@ class MemorySchedule:
     # Keeping -------------------------------------------------------------------------------
 
     def is_due(self, step: int, *, stopping: bool) -> bool:
-        """Whether the state at this step is to be kept."""
+        """Whether the state at this step is due for a copy."""
         return self.memory is not None and is_kept(step, self._interval.steps, stopping=stopping)
 
     def keep(self, version: Version) -> None:
-        """Copies the state, if it is not there yet. All replicas of the host keep the same ones."""
+        """Copy the state, unless it was copied before. All replicas of the host copy the same."""
         memory = self.memory
         if memory is None or not self._interval.steps or version == self._kept:
             return
@@ -168,7 +168,7 @@ class MemorySchedule:
             try:
                 self._write(memory, version, again=False)
             except OSError:
-                # Not the state that this generation began with: until the first copy of its own is
+                # Not the state that this generation resumed from: until its first own copy is
                 # complete on all replicas, that is the only one.
                 memory.forget(before=self._engine.generation, but=self.resumed)
                 try:
@@ -179,17 +179,17 @@ class MemorySchedule:
         if self._failures:
             logger.info("memory copies fit again, from step %d on", version.step)
         elif self._num_kept:
-            # Not the first one, which has to find its memory, and not one that was held up.
+            # Not the first one, which allocates its memory, and not one that was delayed.
             self._interval.copied(time.monotonic() - began)
         self._failures = 0
         self._kept = version
         self._num_kept += 1
 
     def _needs_resumed(self, memory: MemoryCopies) -> bool:
-        """Whether the state that this generation began with is one of the two that must stay.
+        """Whether the state that this generation resumed from is one of the two that must stay.
 
-        There is no room for a third one then, and a replica that waited for it would wait for ever:
-        its first copy is written over.
+        There is then no room for a third one, and a replica that waited for it would wait forever:
+        its first copy is overwritten.
         """
         return self._num_kept > 0 and not self._forgot and self.resumed in memory.versions()
 
@@ -207,7 +207,7 @@ class MemorySchedule:
     def _forget_earlier(self, memory: MemoryCopies) -> None:
         """Removes earlier generations once the first copy of this one is complete everywhere.
 
-        Before the next copy, not after it: there may be room for one generation alone. Each replica
+        Before the next copy, not after it: there may be room for only one generation. Each replica
         does it, because none may wait for another.
         """
         if self._forgot or not (may_forget(self._num_kept + 1) and self._all_kept):
@@ -216,15 +216,15 @@ class MemorySchedule:
         self._forgot = True
 
     def _failed(self, memory: MemoryCopies, version: Version, error: OSError) -> None:
-        """Training goes on; the last complete copy and the checkpoints are still there."""
+        """Log the failure; training continues, with the last complete copy and the checkpoints."""
         self._failures += 1
         self._retry_step = version.step + min(2**self._failures, LONGEST_PAUSE)
         if self._warned:
             return
         self._warned = True
         logger.warning(
-            "no room for a memory copy of step %d in %s: %s. It is tried again; until one fits, a "
-            "lost worker costs all steps since the last copy or checkpoint",
+            "no room for a memory copy of step %d in %s: %s. It will be tried again; until one "
+            "fits, a lost worker costs all steps since the last copy or checkpoint",
             version.step,
             memory.directory,
             error,

@@ -1,9 +1,9 @@
-"""Random generators as a part of the job's state.
+"""Random generators as part of the job's state.
 
 Each replica has its own: Python's `random`, numpy's global one, torch's for the CPU and for the
-accelerator of this process. They are kept with the rest of the state. When a job is resumed with
-the same number of replicas, each replica gets its own back, so that dropout and augmentation draw
-what they would have drawn. At another number of replicas they are seeded by (seed, step, replica).
+accelerator of this process. They are saved with the rest of the state. When a job resumes with the
+same number of replicas, each replica gets its own back, so that dropout and augmentation draw the
+same numbers as without the restart. With another number they are seeded by (seed, step, replica).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from resilin.engine.base import Engine
 from resilin.training.timeline import Timeline
 
 NAME = "random"
-"""What the generators are called in the state of the job."""
+"""Name of the generators in the state of the job."""
 
 
 class _Generator(NamedTuple):
@@ -72,8 +72,8 @@ class _Python:
 class _Numpy:
     """numpy's global generator, a Mersenne Twister.
 
-    Reading its state takes as long as a small step, so what it has in memory is compared first.
-    Only a number that it keeps for the next call does not show there.
+    Reading its state takes as long as a small step, so its memory is compared first. Only a number
+    that it buffers for the next call does not show there.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class _Numpy:
 
 
 def _raw_numpy_state() -> bytes:
-    """The words and the place of numpy's global generator, as they are in memory."""
+    """The words and the position of numpy's global generator, as they are in memory."""
     address = np.random.get_bit_generator().ctypes.state_address  # type: ignore[attr-defined]
     return ctypes.string_at(address, 624 * 4 + 4)
 
@@ -130,7 +130,7 @@ def _put(states: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Leaves the global generators as they are, whatever is drawn within."""
+    """Restore the global generators at the end of the block, whatever is drawn within."""
     before = _states()
     try:
         yield
@@ -155,27 +155,27 @@ class RandomStates:
         self._epoch: int | None = None
         self._pending: tuple[int, Callable[[], None]] | None = None
 
-    # The same moment -----------------------------------------------------------------------
+    # Points of restoration -----------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """A step begins: the moment at which the state of the last one was taken.
+        """A step begins: the point at which the state of the last one was captured.
 
-        A resumed script runs the beginning of its epoch again, and may draw and seed there. What
-        it draws from here on is what it would have drawn.
+        A resumed script runs the beginning of its epoch again, and may draw and seed there. From
+        here on it draws the same numbers as without the restart.
         """
         self.leave_out_pass()
         self._pending = None
         self._epoch = self._timeline.epoch
 
     def leave_out_pass(self) -> None:
-        """A pass is left out that was complete before a restart: its end is such a moment, too."""
+        """A pass that was complete before a restart is skipped: its end is such a point, too."""
         if self._pending is not None and self._pending[0] == self._timeline.epoch:
             self._pending[1]()
 
     # State ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """States of the generators that have moved since this process began; empty if none has."""
+        """States of the generators that were used since this process started; empty if none was."""
         now = _states()
         for name, state in now.items():
             first = self._first.get(name)
@@ -187,7 +187,7 @@ class RandomStates:
         return {"generators": moved, "in_epoch": self._epoch == self._timeline.epoch}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Takes over the states; None seeds all generators by (seed, step, replica)."""
+        """Restore the states; None seeds all generators by (seed, step, replica)."""
         now, engine = self._timeline, self._engine
         if state is None and now.replicas_before != engine.num_replicas:
             now.seeded_at = now.clock.steps

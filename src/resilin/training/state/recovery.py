@@ -71,7 +71,7 @@ class Recovery:
         self._listening = False
         self._finish_registered = False
         self.active = memory is not None or self._saves.checkpoints is not None
-        """Whether any replica has anything to keep state in."""
+        """Whether any replica can save state."""
 
     @property
     def resumed(self) -> Version | None:
@@ -90,7 +90,7 @@ class Recovery:
         """Restores the newest state that any replica can find. Collective."""
         engine = self._engine
         if engine.restartable:
-            # One host may keep no copies; it takes part all the same.
+            # A host without copies takes part too.
             self.active = any(engine.gather(self.active))
         if not self.active:
             if engine.restartable and engine.replica == 0:
@@ -118,7 +118,7 @@ class Recovery:
         self._copies.step_begins()
 
     def listen(self) -> None:
-        """Takes signals as requests to stop, and watches over this replica. Collective."""
+        """Treat signals as requests to stop, and watch this replica. Collective."""
         if not self.active or self._listening:
             return
         self._listening = True
@@ -142,7 +142,7 @@ class Recovery:
         self._counted = votes
 
     def between_steps(self) -> None:
-        """Keeps, saves or stops, as the replicas have agreed in the ballot of the last step."""
+        """Copy, save or stop, as the replicas have agreed in the ballot of the last step."""
         version = self._version()
         if not self.active or version == self._seen:
             return
@@ -179,10 +179,10 @@ class Recovery:
 
     @property
     def at_risk(self) -> int:
-        """Completed steps that the sudden death of a worker would cost at most.
+        """Largest number of completed steps that a lost worker can cost.
 
-        With memory copies that is their interval less one. Without, it is what was done since the
-        last checkpoint. It holds while a host with a copy lives.
+        With memory copies that is their interval minus one. Without, it is the steps since the last
+        checkpoint. It holds while a host with a copy is alive.
         """
         steps = self._copies.at_risk
         if steps is None:
@@ -192,7 +192,7 @@ class Recovery:
     # The end -------------------------------------------------------------------------------
 
     def _stop(self, version: Version) -> None:
-        """All replicas are at the same step, and end there."""
+        """Save and exit; all replicas are at the same step."""
         engine = self._engine
         reason = engine.stop.reason or "another replica was asked to stop"
         engine.unwatch()
@@ -204,7 +204,7 @@ class Recovery:
 
     def _last_words(self, reason: str, deadline_passed: bool) -> None:
         """Called by another thread before this process is ended: its main thread may be stuck."""
-        # Whoever copies into memory right now completes it first.
+        # A copy that is being written is completed first.
         self._copies.lock.acquire(timeout=10)
         logger.warning("replica %d exits: %s", self._engine.replica, reason)
         memory = self._copies.memory

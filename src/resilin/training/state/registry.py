@@ -30,54 +30,54 @@ MODEL = "model"
 """The name of the model, whose state is compared before it is loaded."""
 
 FormerName = Callable[[Mapping[str, Json]], str | None]
-"""Finds another name of a thing among restored parts that nobody has claimed."""
+"""Finds another name of an object among unclaimed restored parts."""
 
 
 class Stateful(Protocol):
-    """What can be registered."""
+    """An object that can be registered."""
 
     def state_dict(self) -> Any:
         """Its state: numbers, strings, tensors, and containers of them."""
         ...
 
     def load_state_dict(self, state: Any) -> Any:
-        """Takes over what `state_dict` returned."""
+        """Restore the state returned by `state_dict`."""
         ...
 
 
 class Summed(Protocol):
-    """What each replica has a part of, such as an Accumulator."""
+    """An object of which each replica has a part, such as an Accumulator."""
 
     def state_dict(self) -> dict[str, Any]:
         """This replica's part, as `{"sums": ...}`."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over a part."""
+        """Restore a part."""
         ...
 
 
 class Own(Protocol):
-    """What each replica has its own state of, such as a random generator."""
+    """An object with its own state on each replica, such as a random generator."""
 
     def state_dict(self) -> Any:
         """This replica's state."""
         ...
 
     def load_state_dict(self, state: Any) -> Any:
-        """Takes over what `state_dict` returned on the replica of the same number.
+        """Restore the state returned by `state_dict` on the replica of the same number.
 
-        The state is None where there is none: the number of replicas has changed, the host that
-        had it is gone, or it was not kept.
+        The state is None if there is none: the number of replicas has changed, the host that had it
+        is gone, or it was not saved.
         """
         ...
 
 
 class Registry:
-    """Names, what they stand for, and the restored state that nobody has claimed yet.
+    """Registered objects by name, and restored state that is still unclaimed.
 
     Args:
-        steps: Returns how many steps the job has made.
+        steps: Returns the number of committed steps of the job.
     """
 
     def __init__(self, steps: Callable[[], int] = lambda: 0) -> None:
@@ -135,11 +135,11 @@ class Registry:
         self._released.discard(name)
 
     def has(self, thing: object) -> bool:
-        """Whether somebody has registered this very object."""
+        """Whether this object is registered."""
         return any(present is thing for present in self._shared.values())
 
     def remove(self, name: str) -> None:
-        """Forgets a name, and the state that was restored for it: none of it is kept any more."""
+        """Forget a name, and the state that was restored for it."""
         self._shared.pop(name, None)
         self._released.discard(name)
         self._own.pop(name, None)
@@ -148,26 +148,26 @@ class Registry:
                 self._claimed(each)
 
     def release(self, name: str) -> None:
-        """Gives a name free for another thing; until there is one, the state stays that of this.
+        """Free a name for another object; until there is one, the state of this one is kept.
 
-        Another model takes the place of all that was released.
+        Another model replaces everything that was released.
         """
         if name in self._shared:
             self._released.add(name)
 
     def add_own(self, name: str, thing: Own) -> None:
-        """Registers something that each replica has its own state of.
+        """Register an object with its own state on each replica.
 
-        When a job is resumed with the same number of replicas, each gets back the state of the
-        replica that had its number. Otherwise the thing is told that there is none.
+        When a job resumes with the same number of replicas, each gets the state of the replica that
+        had its number. Otherwise `load_state_dict` is called with None.
 
         Args:
-            name: What it is called; apart from the names of `add`.
-            thing: What to register. If the job was resumed, `load_state_dict` is called at once,
-                with None if there is no state for this replica.
+            name: Its name; separate from the names of `add`.
+            thing: The object. If the job was resumed, `load_state_dict` is called immediately, with
+                None if there is no state for this replica.
 
         Raises:
-            ValueError: The name is taken or malformed, or the thing has no state to give.
+            ValueError: The name is taken or malformed, or the object has no state to give.
         """
         _check(name, thing)
         present = self._own.get(name)
@@ -178,12 +178,12 @@ class Registry:
             self._claim_own(name, thing)
 
     def add_summed(self, when: str, thing: Summed, *, first_replica: bool) -> None:
-        """Registers something that each replica has a part of. It is held weakly.
+        """Register an object of which each replica has a part. It is held weakly.
 
         Args:
-            when: Where in the script it was made; with a running number it makes the name.
-            thing: What to register.
-            first_replica: Whether this replica is the one that takes over restored sums.
+            when: Where in the script it was created; with a running number this gives the name.
+            thing: The object.
+            first_replica: Whether this replica is the one that receives restored sums.
         """
         name = f"{SUMS}{when}/{self._numbers[when]}"
         self._numbers[when] += 1
@@ -218,7 +218,7 @@ class Registry:
         """This replica's part of everything that is summed.
 
         Args:
-            epoch: Epochs that are done: sums of these, which nobody has claimed, are left out.
+            epoch: Completed epochs: unclaimed sums of these are left out.
         """
         left: dict[str, Json] = {}
         if self._first_replica:
@@ -231,14 +231,14 @@ class Registry:
         return left | {name: split(name, dict(sums))[0] for name, sums in parts}
 
     def take_own(self) -> OwnState:
-        """What this replica alone has. Tensors are not copied."""
+        """State that only this replica has. Tensors are not copied."""
         tree, tensors = self._left(name for name in self._unclaimed if name.startswith(OWN))
         for name, thing in self._own.items():
             tree[OWN + name], _ = split(OWN + name, thing.state_dict(), tensors)
         return OwnState(tree, tensors)
 
     def _left(self, unclaimed: Iterable[str]) -> tuple[dict[str, Json], dict[str, Held]]:
-        """Restored parts that nobody has claimed, as a tree and its tensors."""
+        """Unclaimed restored parts, as a tree and its tensors."""
         if self._restored is None:
             return {}, {}
         tree = {name: self._restored.tree[name] for name in sorted(unclaimed)}
@@ -249,16 +249,16 @@ class Registry:
     def restore(
         self, snapshot: Snapshot, *, first_replica: bool, without: Collection[str] = ()
     ) -> None:
-        """Gives each registered thing its state, and keeps the rest for those to come.
+        """Restore each registered object, and keep the rest for later ones.
 
         Args:
-            snapshot: The state. Of what each replica has its own of, that of this replica alone.
-            first_replica: Whether this replica is the one that takes over restored sums.
-            without: Names that are not in it because somebody else restores them.
+            snapshot: The state; of own states, only that of this replica.
+            first_replica: Whether this replica is the one that receives restored sums.
+            without: Names that are missing from it because they are restored elsewhere.
 
         Raises:
-            ValueError: The state belongs to another model; the message says what differs. Also
-                whatever the things themselves raise.
+            ValueError: The state belongs to another model; the message names the differences. Also
+                any error of the objects themselves.
         """
         present = {n: thing for n, thing in self._shared.items() if n not in self._released}
         if MODEL in present and MODEL not in without:
@@ -277,7 +277,7 @@ class Registry:
             elif name not in without and name in self._shared:
                 warnings.warn(
                     f"{name!r} is not in the state that the job resumes ({snapshot.version}): "
-                    "it begins anew",
+                    "it starts from scratch",
                     stacklevel=2,
                 )
         for name, own in list(self._own.items()):
@@ -287,7 +287,7 @@ class Registry:
                 self._claim_sums(name, summed, first_replica=first_replica)
 
     def _rename(self, name: str) -> None:
-        """Files restored state under the name that it has now."""
+        """Rename restored state to its current name."""
         if self._restored is None or name in self._unclaimed or name not in self._former:
             return
         tree = self._restored.tree
@@ -298,7 +298,7 @@ class Registry:
             self._unclaimed = self._unclaimed - {old} | {name}
 
     def restored(self, name: str) -> Any:
-        """The state that was restored under a name and that nobody has claimed yet, or None."""
+        """Unclaimed restored state of this name, or None."""
         if self._restored is None or name not in self._unclaimed:
             return None
         return self._restored.state(name)
@@ -333,19 +333,19 @@ class Registry:
     def _claimed(self, name: str) -> None:
         self._unclaimed.discard(name)
         assert self._restored is not None
-        # Its tensors are not needed any more; what nobody claims must not keep them.
+        # Its tensors are no longer needed; unclaimed parts must not keep them alive.
         for tensor in names(self._restored.tree[name]):
             self._restored.tensors.pop(tensor, None)
 
     def warn_of_unclaimed(self) -> None:
-        """Warns once of state that was restored and that nobody has registered for."""
+        """Warn once about restored state that no object has claimed."""
         # A loader registers when it trains, which may be much later in the epoch.
         late = (SUMS, OWN, CURSORS)
         left = sorted(name for name in self._unclaimed if not name.startswith(late))
         if left and self._first:
             warnings.warn(
                 f"the job resumes a state with {', '.join(map(repr, left))}, which nothing in "
-                "this script has registered so far: it is kept as it is until something does",
+                "this script has registered so far: it is kept unchanged until something does",
                 stacklevel=2,
             )
         self._first = False

@@ -1,7 +1,7 @@
 """The state of all processes as one: gathered for a checkpoint, and found again at a start.
 
 All replicas end up with the same state. Those on a host that has it read it there; the others get
-it from them, each holder sending a share. Storage is asked only when no host has anything newer.
+it from them, each holder sending a share. Storage is read only if no host has a later state.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ logger = logging.getLogger("resilin")
 
 
 class Content(NamedTuple):
-    """What the memory of one host has of a state, beside the parts that all replicas share."""
+    """Contents of one host's memory for a state, besides the parts that all replicas share."""
 
     num_replicas: int
-    """How many replicas the job had when they wrote it."""
+    """Number of replicas of the job when it was written."""
     previous: Version | None
-    """The copy before it."""
+    """The previous copy."""
     sums: Mapping[int, Mapping[str, Json]]
-    """What replicas have added to sums, by replica."""
+    """Sums of the replicas, by replica."""
     owners: set[int]
     """Replicas whose own state is there."""
     empty: Collection[int] = ()
-    """Those of them that have nothing of their own."""
+    """Those of `owners` whose own state is empty."""
 
     def held(self, version: Version, num_replicas: int) -> Held:
         """The same as the record that decides which state wins.
 
         Args:
-            version: Which state it is.
-            num_replicas: Replicas there are now. What each had of its own counts only if there are
-                as many as before, to get it back.
+            version: Version of the state.
+            num_replicas: Current number of replicas. Own states count only if there are as many
+                replicas as before.
         """
         own = self.owners - set(self.empty) if num_replicas == self.num_replicas else set()
         parts = {each: bool(sums) or each in own for each, sums in self.sums.items()}
@@ -82,20 +82,20 @@ class Content(NamedTuple):
 
 
 class Newest(NamedTuple):
-    """What a search has found."""
+    """Result of a search."""
 
     snapshot: Snapshot | None
-    """The newest state; None if there is none."""
+    """The latest state; None if there is none."""
     source: str
-    """Where it was: `memory`, `checkpoint`, or nothing."""
+    """Its storage: `memory`, `checkpoint`, or empty."""
     generation: int
-    """Number of the generation that begins now: none that left anything has it."""
+    """Number of the generation that starts now: no earlier state has it."""
 
 
 def newest_state(
     engine: Engine, memory: MemoryCopies | None, checkpoints: Checkpoints | None
 ) -> Newest:
-    """Finds the newest state that any replica can find. Collective.
+    """Find the latest state that any replica can find. Collective.
 
     Raises:
         CheckpointError: There are checkpoints, and none can be read.
@@ -175,7 +175,7 @@ def _add_sums(snapshot: Snapshot, found: Sequence[Content], replica: int) -> Non
     parts = {each: sums for content in found for each, sums in content.sums.items()}
     if len(parts) < found[0].num_replicas and any(parts.values()) and replica == 0:
         logger.warning(
-            "Accumulators go on without what was added on hosts that are gone, since the last "
+            "Accumulators resume without the values that were added on lost hosts since the last "
             "checkpoint"
         )
     snapshot.tree.update(add_up([parts[each] for each in sorted(parts)]))
@@ -189,7 +189,7 @@ def _add_own(
     *,
     whole: bool,
 ) -> None:
-    """Adds what each replica has of its own, from all hosts that have it. Collective.
+    """Add the own states of the replicas, from all hosts that have them. Collective.
 
     Args:
         engine: Who is in the job.

@@ -1,4 +1,4 @@
-"""The settings of a job's state: where checkpoints go, how often, and how many of them stay."""
+"""Settings of a job's state: directory, interval and number of checkpoints, and memory copies."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class StateSettings:
     checkpoint_every: int | timedelta | None = timedelta(minutes=10)
     """Steps or time between two checkpoints; None saves only when the job stops or is done."""
     keep: int = 3
-    """How many of the newest checkpoints stay."""
+    """Number of latest checkpoints to keep."""
     keep_every: int | None = None
-    """Also keep those of every so many steps."""
+    """Also keep one checkpoint for every this many steps."""
     memory_every: int | Literal["auto"] | None = "auto"
     """Steps between two memory copies; `auto`: as often as 5% of the time allows; None: never."""
 
@@ -59,10 +59,10 @@ def from_environment() -> StateSettings:
 
 
 def memory_directory(engine: Engine, settings: StateSettings) -> Path | None:
-    """Where this host keeps its copies of the job; None if there are none.
+    """Directory of this host's memory copies; None if there are none.
 
-    There are none where nobody starts a process again that has died, unless the environment names
-    a directory.
+    There are none if no supervisor restarts a dead process, unless the environment names a
+    directory.
     """
     if settings.memory_every is None:
         return None

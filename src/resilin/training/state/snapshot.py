@@ -1,8 +1,8 @@
 """A snapshot: the whole state of a job between two steps, as JSON and tensors and nothing else.
 
-Whatever `state_dict()` returns is taken apart into tensors, by name, and a tree that JSON can hold.
-Nothing in it can execute code when it is read, neither from memory nor from a checkpoint. Both the
-memory copy and the checkpoint are places for snapshots; this module knows neither.
+The result of `state_dict()` is split into tensors, by name, and a tree that JSON can hold. Nothing
+in it can execute code when it is read, neither from memory nor from a checkpoint. Both the memory
+copy and the checkpoint store snapshots; this module knows neither.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Snapshot:
     """The state of a job."""
 
     version: Version
-    """Which state it is."""
+    """Version of the state."""
     tree: dict[str, Json]
     """Per registered name, its state with tensors replaced by their names."""
     tensors: dict[str, Held] = field(repr=False)
