@@ -2,7 +2,7 @@
 
 A job stretches to whatever accelerators exist right now, and batch size, learning rate, gradient
 accumulation, data order and state follow. Names are loaded on first use, so that importing
-`resilin` or `resilin.core` never loads torch by itself.
+`resilin` or `resilin.core` does not load torch.
 """
 
 from importlib import import_module

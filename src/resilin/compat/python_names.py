@@ -33,7 +33,7 @@ def frame_of_caller() -> FrameType:
 
 
 def frame_of_main_thread() -> FrameType | None:
-    """What the main thread is executing right now."""
+    """The frame that the main thread is executing."""
     frames: Mapping[int, FrameType] = _FRAMES.find()()
     return frames.get(threading.main_thread().ident or 0)
 

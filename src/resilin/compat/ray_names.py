@@ -14,7 +14,7 @@ RAY = Package("ray", tested=("2.60.0",))
 """Ray, and the names of it that resilin uses."""
 
 CONTEXT = "ray.train.v2._internal.execution.context"
-"""Where Ray keeps what it has told this worker. Only Ray itself imports it."""
+"""Module of Ray that holds the settings of this worker. Only Ray itself imports it."""
 _HERE = RAY.name(f"{CONTEXT}:_train_context", "recognises a worker of Ray Train")
 _GET = RAY.name(f"{CONTEXT}:get_train_context", "knows which worker it is")
 _RANK = RAY.name(f"{CONTEXT}:TrainContext.get_world_rank", "knows which worker it is")
@@ -33,7 +33,7 @@ _PATH = RAY.name(f"{_STORAGE_CONTEXT}.experiment_fs_path", "makes a URL of where
 
 
 class Worker(NamedTuple):
-    """What Ray Train has told a worker."""
+    """Settings of a worker of Ray Train."""
 
     rank: int
     """Its world rank."""
@@ -75,10 +75,10 @@ def this_worker() -> Worker:
 
 
 def storage_of(context: Any) -> tuple[str, str]:
-    """Where Ray keeps a run.
+    """Storage of a run of Ray.
 
     Args:
-        context: What `ray.train.get_context()` returns.
+        context: The return value of `ray.train.get_context()`.
 
     Returns:
         The kind of the file system, in the words of pyarrow, and the path of the run in it.

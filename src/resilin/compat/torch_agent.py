@@ -79,7 +79,7 @@ class WrappedAgent(LocalElasticAgent):
 
     @property
     def spec(self) -> WorkerSpec:
-        """What the workers were specified as."""
+        """Specification of the workers."""
         return self._worker_group.spec
 
     @property
@@ -156,7 +156,7 @@ class WrappedAgent(LocalElasticAgent):
 
 
 def rendezvous_members(handler: Any) -> tuple[int, int] | None:
-    """How many agents take part in a rendezvous and how many wait to join; None if unknown.
+    """Numbers of agents in a rendezvous and of those waiting to join; None if unknown.
 
     torch asks its own rendezvous each time it looks at the workers, and so keeps this up to date.
     Rendezvous of other kinds have nothing like it.

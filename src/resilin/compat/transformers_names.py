@@ -133,7 +133,7 @@ class TrainerHooks:
 
 
 def items_in(trainer: Any, batch: Any, device: Any) -> Any:
-    """What the Trainer counts in a batch; None if its loss is a mean over samples."""
+    """Items that the Trainer counts in a batch; None if its loss is a mean over samples."""
     return trainer._get_num_items_in_batch([batch], device)
 
 
@@ -161,7 +161,7 @@ def forget_scheduler_is_own(trainer: Any) -> None:
 
 
 def counters(trainer: Any) -> dict[str, Any]:
-    """What a Trainer has counted in this run, apart from its state."""
+    """Counters of a Trainer in this run, apart from its state."""
     return {name.attribute: name.of(trainer) for name in _COUNTERS}
 
 

@@ -2,8 +2,8 @@
 
 Each replica counts its events: a step begins, it reaches the reduction, the reduction is complete,
 and so on. A watchdog polls these counts. While any of them changes, the job makes progress. When
-none has changed for too long, the replicas that lag behind the others are blocking them; those that
-wait in the reduction are not.
+none has changed for too long, the replicas with the least progress are blocking the others; those
+that wait in the reduction are not.
 
 A false alarm is worse than a late one, since it kills running work. So phases that may take long
 have a longer limit, or none, and time that the watchdog has not observed, as while a machine was

@@ -171,7 +171,7 @@ def change(
 
 
 def restart(roster: Roster, members: Sequence[Member], *, after: int | None = None) -> Roster:
-    """The roster of a job whose processes are all started anew.
+    """The roster of a job whose processes are all restarted.
 
     Args:
         roster: The members before.

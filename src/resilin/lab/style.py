@@ -28,7 +28,7 @@ INK = "#24292f"
 SOFT = "#6e7781"
 """Less prominent elements: notes, and marks other than faults."""
 GRID = "#e4e8ec"
-"""Lines behind the data."""
+"""Grid lines."""
 ALARM = "#c8102e"
 """Faults."""
 

@@ -33,7 +33,7 @@ from resilin.training.timeline import Timeline
 
 
 class BatchChooser(Protocol):
-    """What chooses the batch size."""
+    """Interface of an autoscaler."""
 
     @property
     def reference(self) -> int:
@@ -42,7 +42,7 @@ class BatchChooser(Protocol):
 
     @property
     def bounds(self) -> BatchBounds:
-        """What the user allows."""
+        """Bounds set by the user."""
         ...
 
     @property
@@ -52,7 +52,7 @@ class BatchChooser(Protocol):
 
     @property
     def profile(self) -> StepProfile:
-        """What is known of step times; the same on all replicas."""
+        """Measured step times; the same on all replicas."""
         ...
 
 
@@ -61,13 +61,13 @@ class Job:
     """The parts of one training job."""
 
     timeline: Timeline = field(default_factory=Timeline)
-    """How far it has come."""
+    """Progress of the job."""
     timer: StepTimer = field(default_factory=StepTimer)
-    """How long its steps take on this replica."""
+    """Durations of its steps on this replica."""
     iterations: Iterations = field(init=False)
     """The open iterations over loaders, and the micro-batch that the loop works on."""
     events: Events = field(init=False)
-    """Who hears what happens in it."""
+    """Its listeners."""
     registry: Registry = field(init=False)
     """Everything with state."""
     state_settings: StateSettings | None = None
@@ -97,7 +97,7 @@ class Job:
 
     @property
     def engine(self) -> Engine:
-        """Who is in the job; detected on first use."""
+        """The engine, which knows the members; detected on first use."""
         if self._engine is None:
             self._engine = detect()
         return self._engine

@@ -149,7 +149,7 @@ class AdaptiveDataLoader(SizedLoader):
     # Ahead of the step ---------------------------------------------------------------------
 
     def _cut(self, position: int) -> tuple[list[range], int]:
-        """What a step at this position would be by the sizes of now, and where it would end."""
+        """A step at this position with the current sizes, and its end."""
         batch_size = self.current_batch_size
         span = self._stream.batch(position, batch_size, tail=self._tail)
         plan = self._split_plan(self._sizes.plan(len(span), batch_size), batch_size)
@@ -286,7 +286,7 @@ class AdaptiveDataLoader(SizedLoader):
     def take_part(self) -> None:
         """Makes this the loader that trains: its state belongs to that of the job from now on.
 
-        Iterating over it does that by itself. A loop that has to know where it goes on, before it
+        Iterating over it does this automatically. A loop that needs the position before it
         begins, calls it earlier.
         """
         job = self.job
@@ -421,7 +421,7 @@ class AdaptiveDataLoader(SizedLoader):
     def commit(self) -> None:
         """Moves the cursor past the step that was handed out last.
 
-        Committing a step does that by itself. A loop without an `AdaptiveDataParallel` calls it
+        Committing a step does this automatically. A loop without an `AdaptiveDataParallel` calls it
         before it takes the state.
         """
         if self._latest is not None:

@@ -41,7 +41,7 @@ from resilin.training.state.divergence import CrossCheck, DivergenceCheck, decid
 from resilin.training.state.freezing import Frozen
 
 ScheduleBy = Literal["user", "rule", "samples", "tokens", "progress"]
-"""Who steps the scheduler: the user's loop, or a clock (`rule`: the clock of the rule)."""
+"""Stepping of the scheduler: by the user's loop, or a clock (`rule`: the clock of the rule)."""
 
 
 class AdaptiveDataParallel(nn.Module):
@@ -205,7 +205,7 @@ class AdaptiveDataParallel(nn.Module):
 
     @property
     def factors(self) -> tuple[Factors, ...]:
-        """What the rule applied to each parameter group in the last step."""
+        """Factors of the rule for each parameter group in the last step."""
         return self._scaling.last.factors
 
     @property
@@ -249,7 +249,7 @@ class AdaptiveDataParallel(nn.Module):
     def to_tensorboard(self, writer: SummaryWriter, step: int, prefix: str = PREFIX) -> None:
         """Writes what the model knows about the last step; only what the loop asks for.
 
-        `resilin.listen(resilin.telemetry.tensorboard.TensorBoard(writer))` does it by itself.
+        `resilin.listen(resilin.telemetry.tensorboard.TensorBoard(writer))` does it automatically.
 
         Args:
             writer: A SummaryWriter, of torch or tensorboardX.

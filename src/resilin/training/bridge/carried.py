@@ -1,7 +1,7 @@
 """The state of the job as one object, for checkpoints that another framework writes.
 
-Such a framework saves the model, its optimizer and the like by itself. What is left is small:
-clocks, the cursor of the data, noise, and whatever the user registered. It is made of numbers,
+Such a framework saves the model, its optimizer and the like. The rest is small:
+clocks, the cursor of the data, noise, and objects that the user registered. It is made of numbers,
 strings and tensors, so that it can be read back without executing anything.
 """
 
@@ -17,10 +17,10 @@ from resilin.training.state.snapshot import Snapshot, Version
 
 
 class CarriedState:
-    """What of the job's state somebody else's checkpoint has to carry.
+    """The part of the job's state for a checkpoint of another framework.
 
     Args:
-        without: Registered names that the other framework saves by itself.
+        without: Registered names that the other framework saves.
     """
 
     def __init__(self, without: Collection[str]) -> None:

@@ -33,7 +33,7 @@ class Home:
 
     @property
     def engine(self) -> Engine:
-        """Who is in the job."""
+        """The engine of the job."""
         return self.job.engine
 
     @property

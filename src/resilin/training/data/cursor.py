@@ -1,6 +1,6 @@
 """Cursors of the loaders that train: what survives of a loader, and the name it survives under.
 
-A loader that is made anew in each epoch is the same loader to the job: its cursor moves on. So a
+A loader that is created again in each epoch is the same loader to the job: its cursor advances. A
 cursor is named by what its loader is in the script, and not by how many loaders this process has
 made, which a restart changes:
 
@@ -24,14 +24,14 @@ from resilin.training.state.registry import CURSORS
 
 _OF_FIRST_RELEASE = re.compile(rf"{CURSORS}\d+")
 _ORDER = ("seed", "shuffle")
-"""What may differ between two passes: it chooses the order within a pass."""
+"""Settings that may differ between two passes; they set the order within a pass."""
 
 
 class Cursor:
-    """How far the job has come in a sample stream.
+    """Position of the job in a sample stream.
 
     Args:
-        name: What it is called in the state of the job.
+        name: Its name in the state of the job.
         stream: The stream of the loader that has it now.
     """
 
@@ -41,15 +41,15 @@ class Cursor:
         self.position = 0
         """The first position that no committed step has used."""
         self.passes = PassCount()
-        """Which passes are complete."""
+        """Complete passes."""
         self.owner: object = None
         """Identifies the loader that used it last."""
         self.num_loads = 0
-        """How often it was restored."""
+        """Number of times it was restored."""
         self._dealt: Ownership | None = None
         self._dealt_in: int | None = None
         self.autoscaler: Any = None
-        """What chose the batch sizes of that loader, if anything did."""
+        """The autoscaler of that loader, if it had one."""
         self.epoch: int | None = None
         """The epoch in which its loader trained last."""
         self.chosen: int | str | None = None

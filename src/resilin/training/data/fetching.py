@@ -32,7 +32,7 @@ there now, and where that step would end."""
 
 
 class Fetcher:
-    """What this replica has fetched, and is fetching, ahead of the current step.
+    """Data that this replica has prefetched, or is prefetching, for later steps.
 
     Args:
         dataset: The user's dataset.
@@ -69,7 +69,7 @@ class Fetcher:
         self._left_over: tuple[Ticket, Any] | None = None
 
     def begin(self, position: int) -> None:
-        """Drops whatever is on its way and begins anew at this position."""
+        """Drop all pending fetches, and restart at this position."""
         self._generation += 1
         self._ahead.clear()
         self._left_over = None

@@ -41,11 +41,11 @@ class Iteration:
     membership: Membership
     """Who takes part in the current step."""
     owners: Ownership
-    """Which replica owns which positions."""
+    """Assignment of positions to replicas."""
     position: int
-    """Where the next step begins."""
+    """Start of the next step."""
     data_end: int
-    """Where the data of its epoch end in the stream."""
+    """End of its epoch's data in the stream."""
     outer: Iteration | None = None
     """The iteration in whose body this one began, if any."""
     micro_batch: MicroBatch | None = None

@@ -30,7 +30,7 @@ class Ticket(NamedTuple):
     stride: int
     """Distance between two positions: the number of replicas."""
     num: int
-    """How many."""
+    """Their number."""
 
     @property
     def positions(self) -> range:
@@ -39,7 +39,7 @@ class Ticket(NamedTuple):
 
 
 class TicketOffice(Protocol):
-    """Who knows which positions come next."""
+    """Source of the next positions."""
 
     def next_ticket(self) -> Ticket:
         """The next ticket, as of now."""

@@ -35,7 +35,7 @@ _MARK = "_resilin_gate"
 
 
 class StepOwner(Protocol):
-    """Who decides when a step is complete."""
+    """Owner of a gate, which decides when a step is complete."""
 
     def step_waits(self) -> bool:
         """Asked by `optimizer.step`: whether the step is still being accumulated."""
@@ -139,7 +139,7 @@ def _counted(own: Any) -> Any:
 
 
 _ZERO_GRAD_OWNERS: WeakKeyDictionary[nn.Module, StepOwner] = WeakKeyDictionary()
-"""Who is asked before `zero_grad` of a module; copies of the module are not in it."""
+"""Owners of the `zero_grad` of a module; copies of the module are not in it."""
 
 
 def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:

@@ -32,7 +32,7 @@ def calling_scaler() -> bool:
 
 
 class ScaledOwner(Protocol):
-    """What the gate asks of the model."""
+    """Interface of the model that the gate needs."""
 
     def step_waits(self) -> bool:
         """Whether the step is still being accumulated."""

@@ -161,7 +161,7 @@ def schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
 
 
 def _parts(scheduler: LRScheduler) -> Iterator[object]:
-    """What a scheduler has as attributes, or in lists of them: its nested schedulers."""
+    """Nested schedulers of a scheduler: in its attributes, or in lists of them."""
     for value in vars(scheduler).values():
         if isinstance(value, list | tuple):
             yield from value

@@ -1,4 +1,4 @@
-"""What can be trained, and with which arguments of DDP."""
+"""Checks of the module to train, and of the arguments of DDP."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What one replica says about its part of a step, or the sums over all replicas."""
+    """Report of one replica about its part of a step, or the sums over all replicas."""
 
     weight: float
     """Weight of its micro-batches that had a backward pass."""
@@ -32,7 +32,7 @@ class Head:
     changes: float
     """1 if it has other trained parameters than in the step before."""
     signature: float
-    """Which parameters it trains."""
+    """Hash of the parameters it trains."""
 
 
 LENGTH = len(fields(Head))
@@ -55,7 +55,7 @@ def pack(head: Head, votes: Sequence[float], terms: Tensor) -> Tensor:
 
 
 def unpack(sums: Sequence[float], num_votes: int) -> Said:
-    """What `pack` made a tensor of, after the reduction."""
+    """The inverse of `pack`, after the reduction."""
     names = [field.name for field in fields(Head)]
     head = Head(**dict(zip(names, sums, strict=False)))
     return Said(

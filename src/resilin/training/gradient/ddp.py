@@ -49,7 +49,7 @@ class Source(Protocol):
         ...
 
     def make_ballot(self, norms: Tensor | None, like: Tensor) -> Tensor:
-        """What this replica says, given the squared norms of its share."""
+        """Report of this replica, given the squared norms of its share."""
         ...
 
     def timed(self) -> Any:

@@ -1,4 +1,4 @@
-"""What a loop may do when: micro-batches that begin, wait, are left out, or left altogether."""
+"""Rules for a loop: micro-batches that begin, wait, are skipped, or are abandoned."""
 
 from __future__ import annotations
 

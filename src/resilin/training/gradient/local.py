@@ -13,13 +13,13 @@ from resilin.training.gradient.parameters import Parameters
 
 _GRAD = operator.attrgetter("grad")
 _WIDEST = {torch.float16: 2.0}
-"""How many times the new weight the unit of `.grad` may be, so that no conversion overflows."""
+"""Largest ratio of the unit of `.grad` to the new weight, so that no conversion overflows."""
 _WIDE = 2.0**16
 """The same for other types."""
 
 
 class LocalGradient:
-    """What `.grad` of the trained parameters holds of a step, and in which unit.
+    """Contents and unit of `.grad` of the trained parameters during a step.
 
     `.grad` is kept in units of a micro-batch's weight, so equal micro-batches cost nothing. Where
     that of the next micro-batch is so much smaller that the conversion might overflow, the gradient
@@ -35,7 +35,7 @@ class LocalGradient:
     def reset(self) -> None:
         """Forgets the step. Gradients are left as they are."""
         self.unit = 0.0
-        """What `.grad` has to be multiplied by; 0 while it is empty."""
+        """Factor that `.grad` has to be multiplied by; 0 while it is empty."""
         self.weight = 0.0
         """Weight of all micro-batches so far."""
         self.held: dict[Tensor, Tensor] | None = None
@@ -101,7 +101,7 @@ class LocalGradient:
         self.unit = self.unit or weight
 
     def hold(self, share: float, *, copy: bool) -> None:
-        """Puts the gradient so far aside, so that the next one can be weighed by itself."""
+        """Set the gradient so far aside, so that the next one can be weighted separately."""
         self.share = share
         if not copy:
             self.held = self.take()

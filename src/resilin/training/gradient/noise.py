@@ -1,4 +1,4 @@
-"""What the job knows about its gradient noise: running averages per parameter group."""
+"""Gradient noise of the job: running averages per parameter group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NoiseEstimates:
 
     def __init__(self, num_groups: int, schedule: MeasureSchedule, adaptive: bool = True) -> None:
         self.schedule = schedule
-        """Which steps are measured."""
+        """Selects the steps that are measured."""
         self._adaptive = adaptive
         self._num_groups = num_groups
         self._averages: list[NoiseAverage] | None = None

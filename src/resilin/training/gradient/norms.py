@@ -101,7 +101,7 @@ def noise_samples(
 
 
 class MeasureSchedule:
-    """Which steps are measured: every n-th, or as often as a budget of time allows.
+    """Selects the measured steps: every n-th, or as often as a budget of time allows.
 
     All replicas have to agree, so what it is told must be the same on each of them.
     """
@@ -156,7 +156,7 @@ class MeasureSchedule:
             self.interval = max(1, min(self.LONGEST, round(wanted + 0.5)))
 
     def state_dict(self) -> dict[str, int]:
-        """How far the schedule is, for checkpoints."""
+        """State of the schedule, for checkpoints."""
         return {"interval": self.interval, "since": self._since, "measured": self._measured}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

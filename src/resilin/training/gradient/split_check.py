@@ -25,7 +25,7 @@ from resilin.training.job import current_job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitCheck:
-    """What `check_split` has found. Its text form is a sentence."""
+    """Result of `check_split`. Its text form is a sentence."""
 
     difference: float
     """Distance between the gradient in pieces and the whole one, over the length of the latter."""

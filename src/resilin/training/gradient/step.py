@@ -64,7 +64,7 @@ class StepGradient:
         place = known[0].device if known else torch.device("cpu")
         self._kind = devices.of(place)
         self.sync = SyncTimer(place)
-        """How long steps wait for their reduction."""
+        """Time that steps wait for their reduction."""
         self.reset()
         self._join()
 
@@ -263,7 +263,7 @@ class StepGradient:
         self._backwards += 1
         self._fresh = True
         if self.part.last:
-            # DDP has queued its own end by now. Ours goes behind it, where gradients are reduced.
+            # DDP has queued its own end by now. Ours comes after it, when gradients are reduced.
             after_backward(self._conclude_in_backward)
             return
         self._local.merge(trained=True)

@@ -1,4 +1,4 @@
-"""How long a step waits for the reduction of its gradient, without synchronising the device.
+"""Time that a step waits for the reduction of its gradient, without synchronising the device.
 
 On the CPU a mark is a time. Where a device queues its work, it is an event in the stream, read some
 steps later, when the device has long passed it: nothing on the way of a step ever waits for the

@@ -24,10 +24,10 @@ VERSION = 1
 
 
 def hints(max_replicas: int = 64) -> dict[str, Any]:
-    """What this job would make of other numbers of replicas. Any replica can be asked.
+    """Speed of this job with other numbers of replicas. Works on any replica.
 
     Args:
-        max_replicas: Up to how many replicas the speedup is told, at powers of two.
+        max_replicas: Largest number of replicas in the speedup, at powers of two.
 
     Returns:
         A dict that `json.dumps` takes. `version`; `placement` (hosts, replicas); `batch`

@@ -41,7 +41,7 @@ class CheckpointSchedule:
         self._registry = registry
         self._events = events
         self.checkpoints: Checkpoints | None = None
-        """Where they go; None if none are saved."""
+        """The checkpoints; None if none are saved."""
         if settings.checkpoint_dir is not None:
             self.checkpoints = Checkpoints(
                 settings.checkpoint_dir, keep=settings.keep, keep_every=settings.keep_every

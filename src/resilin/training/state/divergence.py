@@ -34,7 +34,7 @@ from resilin.engine.base import Engine
 from resilin.training.timeline import Timeline
 
 CrossCheck = int | Literal["auto", "off"]
-"""How often replicas are compared: every so many steps, as a share of time allows, or never."""
+"""Interval of the comparison: a number of steps, as a share of time allows, or never."""
 
 SHARE = 0.005
 """Part of the training time that the cross-check may take under `auto`."""

@@ -59,7 +59,7 @@ class Found(CopyFile):
     """One complete file."""
 
     path: Path
-    """Where it is."""
+    """Its path."""
     meta: dict[str, Any]
     """Its JSON."""
 
@@ -189,7 +189,7 @@ class FileWriter:
 
 
 def in_use(directory: Path, writer: Writer) -> str:
-    """Why this process cannot keep its state in a directory, where another job's process does."""
+    """Error message for a directory that another job's process already uses."""
     return (
         f"process {writer.pid} of another job is alive and keeps its state in {directory}, where "
         f"this job (process {os.getpid()}) is to keep its own: two jobs cannot have one id. Start "

@@ -24,7 +24,7 @@ class Placement:
     shape: Sizes
     """Shape of the whole tensor."""
     offsets: Sizes
-    """Where the rectangle begins, per dimension."""
+    """Start of the rectangle, per dimension."""
     sizes: Sizes
     """Its own shape."""
 
@@ -60,7 +60,7 @@ class Placement:
 Piece: TypeAlias = tuple[str, Placement | None]
 """The name of a tensor and a placement in it; None for the whole, which costs no record."""
 Wanted: TypeAlias = Mapping[str, Sequence[Placement]]
-"""What a process needs of split tensors, by name. It gets tensors that are not in it whole."""
+"""Pieces that a process needs of split tensors, by name; other tensors are whole."""
 
 
 @dataclass(frozen=True, slots=True)

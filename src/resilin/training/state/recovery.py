@@ -75,12 +75,12 @@ class Recovery:
 
     @property
     def resumed(self) -> Version | None:
-        """The state that the job resumed; None if it began anew."""
+        """The state that the job resumed from; None for a new job."""
         return self._start.resumed
 
     @property
     def resumed_from(self) -> str:
-        """The same in words; empty if it began anew."""
+        """The same as text; empty for a new job."""
         version = self._start.resumed
         return "" if version is None else f"step {version.step} ({self._start.source})"
 

@@ -20,7 +20,7 @@ from resilin.training.state.shards import Held
 from resilin.training.state.snapshot import Json, Snapshot, Version, join, names, split
 
 CURSORS = "loader/"
-"""How the names of the cursors of loaders begin."""
+"""Prefix of the cursors of loaders."""
 AGES = f"{SUMS}ages"
 """Steps at which parts were restored that nobody has registered for since; no sum.
 

@@ -17,7 +17,7 @@ from resilin.engine.base import Engine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSettings:
-    """Where and how often the state of a job is kept."""
+    """Location and frequency of the saved state of a job."""
 
     checkpoint_dir: str | None = None
     """A path or an fsspec URL that all replicas reach; None writes no checkpoints."""

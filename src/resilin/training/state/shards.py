@@ -22,7 +22,7 @@ class Shard:
     """One piece of a tensor."""
 
     placement: Placement
-    """Where in the tensor it is."""
+    """Its position in the tensor."""
     data: Tensor = field(repr=False)
     """Its elements."""
 
@@ -60,7 +60,7 @@ class Sharded:
 
 
 Held: TypeAlias = Tensor | Sharded
-"""What a process holds of a tensor."""
+"""The part of a tensor that a process holds."""
 
 
 def shares(tensors: Mapping[str, Held], num: int) -> list[list[str]]:

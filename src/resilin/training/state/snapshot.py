@@ -23,7 +23,7 @@ from resilin.core.recovery import Version as Version
 from resilin.training.state.shards import Held, Sharded
 
 Json = Any
-"""What `json.dumps` takes: None, bool, int, float, str, and lists and dicts of them."""
+"""A JSON value: None, bool, int, float, str, and lists and dicts of them."""
 
 _KIND = "$"
 """The one key of a JSON object that stands for something JSON has no form for."""

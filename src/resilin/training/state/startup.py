@@ -27,14 +27,14 @@ As long as an agent gives its workers to end. After it they are taken for those 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How a job started."""
+    """Start of a job."""
 
     branch: int = 0
     """Random number of this start, the same on all replicas."""
     resumed: Version | None = None
-    """The state that the job resumed; None if it began anew."""
+    """The state that the job resumed from; None for a new job."""
     source: str = ""
-    """Where that was: `memory`, `checkpoint`, or nothing."""
+    """Its storage: `memory`, `checkpoint`, or empty."""
     in_memory: bool = False
     """Whether every host that keeps copies has it in its memory."""
 

@@ -16,7 +16,7 @@ import struct
 import zipfile
 
 _FIRST = b"PK\x03\x04"
-"""What an archive begins with that `torch.load` does not take for an older format."""
+"""First bytes of an archive that `torch.load` does not take for an older format."""
 _END = struct.Struct("<4s4H2LH")
 """The end of the directory, without a comment."""
 _LOCATOR = struct.Struct("<4sLQL")
@@ -28,7 +28,7 @@ _MOST_DIRECTORY = 1 << 14
 _MOST_OTHER = 1 << 14
 """Bytes of all records but the tensor. torch 2.13 writes 201; the pickle has 150 of them."""
 _TENSOR = "/data/0"
-"""How the name of the record ends that has the bytes of the only tensor."""
+"""Suffix of the record that has the bytes of the only tensor."""
 
 
 def check(data: bytes, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What is on storage: which attempts are committed, which of them go, and what was left behind."""
+"""Contents of storage: committed attempts, those to remove, and leftovers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Catalogue:
     commits: list[Commit] = field(default_factory=list)
     """Those with a whole `COMMIT.json`, newest first."""
     damaged: list[str] = field(default_factory=list)
-    """Why others are not among them."""
+    """Reasons why others are not among them."""
     too_new: list[ValueError] = field(default_factory=list)
-    """Why others cannot be read by this version of resilin."""
+    """Reasons why others cannot be read by this version of resilin."""
     uncommitted: list[str] = field(default_factory=list)
     """Names of attempts that did not come to their end, or whose removal did not."""
 
@@ -63,7 +63,7 @@ def clear(storage: Storage, newest: Commit, *, keep: int, keep_every: int | None
         logger.warning("old checkpoints were not cleared away: %s", error)
         return
     versions = {each.name: each.version for each in found.commits}
-    # The one just saved stays even if it is the oldest: a job may have begun anew here.
+    # The one just saved stays even if it is the oldest: a job may have started from scratch here.
     staying = {newest.name, *kept(versions, keep=keep, keep_every=keep_every)}
     for each in found.commits:
         if each.name not in staying:

@@ -49,7 +49,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._outcome: Commit | Exception | None = None
         self.seconds = 0.0
-        """How long the last save took, from its beginning to its commit."""
+        """Seconds that the last save took, from its beginning to its commit."""
 
     def save(self, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Commit:
         """Saves a snapshot, on all replicas together; returns when it is committed.
@@ -67,7 +67,7 @@ class Checkpoints:
         """Begins to save a snapshot, on all replicas together.
 
         Waits for the save in flight, copies this replica's share of the tensors aside and returns;
-        a thread goes on. The tensors may change from then on.
+        a thread writes it. The tensors may change from then on.
 
         Call `wait` before the process ends. On a local directory a save in flight is written to
         its end without it, but most object stores cannot be reached while Python shuts down.
@@ -148,7 +148,7 @@ class Checkpoints:
     def _readable(self) -> tuple[list[Commit], list[str]]:
         found = scan(self._storage)
         if found.too_new:
-            # To go on from an older one would undo what a newer resilin has trained.
+            # Resuming from an older one would undo what a newer resilin has trained.
             raise found.too_new[0]
         for reason in found.damaged:
             logger.warning("a checkpoint is skipped: %s", reason)

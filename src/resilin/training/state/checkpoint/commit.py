@@ -34,7 +34,7 @@ FORMAT = 2
 COMMIT_FILE = "COMMIT.json"
 """Its name; written last, deleted first."""
 METADATA_FILE = ".metadata"
-"""What other readers of torch.distributed.checkpoint look for."""
+"""File that other readers of torch.distributed.checkpoint look for."""
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -48,7 +48,7 @@ _ENVELOPE = re.compile(rb'\{"crc32": "([0-9a-f]{8})", "commit": (.*)\}\n', re.DO
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
-    """What a file must be."""
+    """Size and checksum of a file."""
 
     size: int
     """Bytes."""
@@ -58,16 +58,16 @@ class FileSum:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a piece of a tensor is stored."""
+    """Location of a piece of a tensor."""
 
     dtype: str
     """As torch names it, without the `torch.`."""
     placement: Placement
-    """Which piece of the tensor it is; often the whole."""
+    """The piece of the tensor; often the whole."""
     file: str
     """The file that holds it."""
     offset: int
-    """Where in the file it begins."""
+    """Its offset in the file."""
     length: int
     """Bytes it takes there, with what `torch.save` puts around it."""
 
@@ -94,7 +94,7 @@ class Commit:
     """A checkpoint that was saved to its end."""
 
     version: Version
-    """Which state of the job it holds."""
+    """Version of the state it holds."""
     name: str
     """Its directory, within that of all checkpoints."""
     path: str
@@ -102,7 +102,7 @@ class Commit:
     files: dict[str, FileSum] = field(repr=False)
     """Its files but for `COMMIT.json`, by name."""
     tensors: dict[str, tuple[Entry, ...]] = field(repr=False)
-    """Where the pieces of each tensor are, by name; together they are the whole tensor."""
+    """Locations of the pieces of each tensor, by name; together they are the whole tensor."""
     tree: dict[str, Json] = field(repr=False)
     """The part of the snapshot that is not tensors."""
     resilin: str = __version__
@@ -183,7 +183,7 @@ def decode(data: bytes, name: str, path: str) -> Commit:
     if format_number > FORMAT:
         raise ValueError(
             f"{file} has format {format_number}, and this version of resilin ({__version__}) reads "
-            f"formats up to {FORMAT}: a newer resilin is needed to go on from it"
+            f"formats up to {FORMAT}: a newer resilin is needed to resume from it"
         )
     try:
         return _checked(fields, format_number, name, path)

@@ -28,10 +28,10 @@ _KINDS: dict[str, type[Exception]] = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[T]):
-    """What became of a call on one replica."""
+    """Outcome of a call on one replica."""
 
     value: T | None
-    """What it returned."""
+    """The return value."""
     kind: str | None = None
     """The name of the error, if it failed."""
     text: str = ""
@@ -57,7 +57,7 @@ def values(outcomes: Sequence[Outcome[T]]) -> list[T]:
     """The values of all replicas.
 
     Raises:
-        CorruptCheckpoint: It is why all of those failed that did.
+        CorruptCheckpoint: Every replica that failed found the checkpoint corrupt.
         CheckpointError: Some failed otherwise.
     """
     failed = [(rank, each) for rank, each in enumerate(outcomes) if each.kind is not None]
@@ -74,9 +74,9 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self.num = 1 if group is None else dist.get_world_size(group)
-        """How many there are."""
+        """Number of replicas."""
         self.rank = 0 if group is None else dist.get_rank(group)
-        """Which of them this one is."""
+        """Number of this one."""
 
     def gather(self, function: Callable[[], T]) -> list[Outcome[T]]:
         """Calls a function on every replica; the outcomes are known to the first one only."""

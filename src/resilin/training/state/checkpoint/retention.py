@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Choice of the checkpoints to keep."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Task:
     """A snapshot to save, as it was when the save began."""
 
     version: Version
-    """Which state it is."""
+    """Version of the state."""
     tree: dict[str, Json]
     """The part of it that is not tensors."""
     names: list[str]

@@ -1,4 +1,4 @@
-"""Where checkpoints are: a local directory, or whatever fsspec can reach.
+"""Storage of checkpoints: a local directory, or anything that fsspec can reach.
 
 The two differ in what makes a file last and appear at once. On a local file system that is fsync
 and rename; an object store has neither, and needs neither: an object is there when its upload has
