@@ -71,7 +71,7 @@ class Job:
     registry: Registry = field(init=False)
     """Everything with state."""
     state_settings: StateSettings | None = None
-    """How that state is to be kept, if the script says it."""
+    """Settings of its state, if the script sets any."""
     recovery: Recovery | None = None
     """Keeps and restores that state; None until the job has started."""
     random: RandomStates | None = None

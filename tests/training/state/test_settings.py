@@ -184,7 +184,7 @@ def test_what_the_script_says_comes_before_the_environment(monkeypatch, tmp_path
 
 def test_checkpoint_to_comes_too_late_behind_the_start():
     assert keeping.resume() is None
-    with pytest.raises(ValueError, match="came after the job had started"):
+    with pytest.raises(ValueError, match="was called after the job had started"):
         keeping.checkpoint_to("/somewhere")
     resilin.reset_job()
     keeping.checkpoint_to(None)
