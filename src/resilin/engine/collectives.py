@@ -22,7 +22,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 Json = Any
-"""What `json.dumps` takes: None, bool, int, float, str, lists, and dicts whose keys are strings."""
+"""A JSON value: None, bool, int, float, str, lists, and dicts whose keys are strings."""
 
 _CHUNK = 64 * 2**20
 """Most bytes that are sent at a time."""
@@ -44,7 +44,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wire(Generic[T]):
-    """How values of one kind are written as JSON, and read again."""
+    """Codec of one kind of value, to JSON and back."""
 
     to_json: Callable[[T], Json]
     from_json: Callable[[Json], T]
@@ -63,7 +63,7 @@ class Outcome(Generic[T]):
     """The result of a call on one process: a value, or an error as text."""
 
     value: T | None
-    """What the call returned."""
+    """The return value of the call."""
     kind: str | None = None
     """Name of the error, if it failed."""
     text: str = ""
@@ -95,7 +95,7 @@ class Collectives:
     kinds: ClassVar[Mapping[str, type[Exception]]] = {"ValueError": ValueError}
     """Errors that mean something to the caller, by the names they travel under."""
     failure: ClassVar[type[Exception]] = RuntimeError
-    """What all other errors are raised as."""
+    """Exception for all other errors."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group

@@ -55,7 +55,7 @@ class RayTrain(Engine):
     # Who we are ----------------------------------------------------------------------------
 
     def find_membership(self) -> Membership:
-        """What Ray says of the workers; hosts are nodes, in the order of their workers."""
+        """Membership as Ray reports it; hosts are nodes, in the order of their workers."""
         nodes = self._nodes
         hosts = list(dict.fromkeys(nodes))
         return Membership(

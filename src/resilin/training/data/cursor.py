@@ -83,9 +83,9 @@ class Cursor:
             self.passes = PassCount()
 
     def deal(self, membership: Membership) -> Ownership:
-        """Which positions belong to which replica.
+        """Assignment of positions to replicas.
 
-        They are dealt out anew, from the cursor on, where the number of replicas has changed, and
+        They are assigned again, from the cursor on, if the number of replicas has changed, and
         where a generation was formed by replicas of which some kept running: a joiner has none of
         what a survivor had. Where all replicas start together at the same number, each keeps its
         positions, because its random numbers go with them. All replicas decide alike: what they

@@ -39,7 +39,7 @@ class Iteration:
     began: Clock
     """The clock when it began."""
     membership: Membership
-    """Who takes part in the current step."""
+    """Members that take part in the current step."""
     owners: Ownership
     """Assignment of positions to replicas."""
     position: int
