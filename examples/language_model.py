@@ -91,7 +91,7 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     resilin.init_process_group()
-    master = current_job().engine.replica == 0
+    master = current_job().engine.membership.replica == 0
 
     train_set, test_set = random_split(lines(), [0.9, 0.1], torch.Generator().manual_seed(0))
     loader = resilin.AdaptiveDataLoader(

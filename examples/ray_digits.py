@@ -48,7 +48,11 @@ def train(config):
         report({"epoch": epoch})
     accuracy = (net(inputs[test]).argmax(dim=1) == targets[test]).float().mean().item()
     job = resilin.current_job()
-    return {"replicas": job.engine.num_replicas, "steps": job.clock.steps, "accuracy": accuracy}
+    return {
+        "replicas": job.engine.membership.num_replicas,
+        "steps": job.clock.steps,
+        "accuracy": accuracy,
+    }
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def train(directory=None, fail_at=None):
     net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     model = resilin.AdaptiveDataParallel(net, optimizer, rule="adascale", stats_every=1)
-    each = 8 // resilin.current_job().engine.num_replicas // MICRO_BATCHES
+    each = 8 // resilin.current_job().engine.membership.num_replicas // MICRO_BATCHES
     loader = resilin.AdaptiveDataLoader(data, batch_size=8, shuffle=True, max_local_bsz=each)
     for _ in resilin.remaining_epochs_until(EPOCHS):
         for inputs, targets in loader:

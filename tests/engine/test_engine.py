@@ -38,8 +38,12 @@ def plain(monkeypatch):
 def test_a_process_that_nobody_launched_is_single(plain):
     engine = detect()
     assert type(engine) is Single
-    assert (engine.replica, engine.num_replicas) == (0, 1)
-    assert (engine.host, engine.local_replica, engine.num_local_replicas) == (0, 0, 1)
+    assert (engine.membership.replica, engine.membership.num_replicas) == (0, 1)
+    assert (
+        engine.membership.host,
+        engine.membership.local_process,
+        engine.membership.num_local_processes,
+    ) == (0, 0, 1)
     assert not engine.restartable
     assert engine.memory_name is None
     assert engine.begin_step() == engine.membership == Membership()
@@ -57,7 +61,11 @@ def test_only_a_whole_environment_is_that_of_a_launcher(plain, missing):
 
 def test_what_torchrun_says(plain):
     engine = Torchrun()
-    assert (engine.host, engine.local_replica, engine.num_local_replicas) == (0, 0, 1)
+    assert (
+        engine.membership.host,
+        engine.membership.local_process,
+        engine.membership.num_local_processes,
+    ) == (0, 0, 1)
     assert (engine.restartable, engine.memory_name, engine.grace) == (False, None, 18.0)
     for name, value in {
         "GROUP_RANK": "3",
@@ -69,7 +77,11 @@ def test_what_torchrun_says(plain):
         plain.setenv(name, value)
     # The launcher is asked anew when this process joins others.
     engine = Torchrun()
-    assert (engine.host, engine.local_replica, engine.num_local_replicas) == (3, 2, 4)
+    assert (
+        engine.membership.host,
+        engine.membership.local_process,
+        engine.membership.num_local_processes,
+    ) == (3, 2, 4)
     assert (engine.restartable, engine.memory_name, engine.grace) == (True, "my job", 3.0)
     plain.setenv(RUN_ID, "none")
     assert engine.memory_name == f"agent-{os.getppid()}"

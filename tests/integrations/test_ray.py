@@ -195,9 +195,13 @@ def test_the_workers_are_those_that_ray_has_started(as_worker):
     resilin.init_process_group()
     engine = resilin.current_job().engine
     assert isinstance(engine, RayTrain)
-    assert (engine.replica, engine.num_replicas) == (rank, 3)
-    assert (engine.host, engine.num_hosts) == ([0, 0, 1][rank], 2)
-    assert (engine.local_replica, engine.num_local_replicas) == [(0, 2), (1, 2), (0, 1)][rank]
+    assert (engine.membership.replica, engine.membership.num_replicas) == (rank, 3)
+    assert (engine.membership.host, engine.membership.num_hosts) == ([0, 0, 1][rank], 2)
+    assert (engine.membership.local_process, engine.membership.num_local_processes) == [
+        (0, 2),
+        (1, 2),
+        (0, 1),
+    ][rank]
     assert engine.memory_name == "ray-abc"
 
 

@@ -38,7 +38,8 @@ file = os.open(folder / f"{{time.time_ns()}}-{{os.getpid()}}", flags)
 
 
 def tell(**facts):
-    facts |= dict(generation=engine.generation, replicas=engine.num_replicas, pid=os.getpid())
+    me = engine.membership
+    facts |= dict(generation=me.generation, replicas=me.num_replicas, pid=os.getpid())
     os.write(file, (json.dumps(facts) + "\\n").encode())
 
 

@@ -206,4 +206,4 @@ def test_only_replica_0_shows_a_bar():
     loader = resilin.AdaptiveDataLoader(list(range(20)), batch_size=8)
     seen = [int(i) for batch in progress_bar(loader, stream=screen) for i in batch]
     assert len(seen) == 10
-    assert bool(screen.getvalue()) == (resilin.current_job().engine.replica == 0)
+    assert bool(screen.getvalue()) == (resilin.current_job().engine.membership.replica == 0)

@@ -40,7 +40,7 @@ def main() -> None:
     resilin.checkpoint_to(None, memory_every=1)
     began = resilin.resume()
     engine = resilin.current_job().engine
-    last = engine.replica == engine.num_replicas - 1
+    last = engine.membership.replica == engine.membership.num_replicas - 1
 
     for epoch in resilin.remaining_epochs_until(EPOCHS):
         stats = resilin.Accumulator()
@@ -59,7 +59,7 @@ def main() -> None:
             samples, accuracy = stats["samples"], stats["correct"] / stats["samples"]
         if samples != SAMPLES:
             raise RuntimeError(f"epoch {epoch} had {samples:.0f} samples instead of {SAMPLES}")
-        if engine.replica == 0:
+        if engine.membership.replica == 0:
             print(f"epoch {epoch}: {samples:.0f} samples, accuracy {accuracy:.3f}", flush=True)
 
 

@@ -76,41 +76,6 @@ class Engine:
         )
 
     @property
-    def generation(self) -> int:
-        """Number of the present generation."""
-        return self.membership.generation
-
-    @property
-    def replica(self) -> int:
-        """Number of this process's replica, from 0."""
-        return self.membership.replica
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas."""
-        return self.membership.num_replicas
-
-    @property
-    def host(self) -> int:
-        """Number of the host, or of the agent on it, that this replica runs on."""
-        return self.membership.host
-
-    @property
-    def num_hosts(self) -> int:
-        """Number of hosts, or agents, that the replicas run on."""
-        return self.membership.num_hosts
-
-    @property
-    def local_replica(self) -> int:
-        """Number of this replica among those of its host, from 0."""
-        return self.membership.local_process
-
-    @property
-    def num_local_replicas(self) -> int:
-        """Number of replicas on this host."""
-        return self.membership.num_local_processes
-
-    @property
     def restartable(self) -> bool:
         """Whether a supervisor restarts this process when it dies."""
         return False

@@ -230,7 +230,7 @@ class ElasticTrainerMixin(_Base):  # type: ignore[misc]
             self.current_flos += float(self.floating_point_ops(inputs))
         assert model.step_weight is not None
         self._step_lr = super()._get_learning_rate()
-        return total * (job.engine.num_replicas / model.step_weight)
+        return total * (job.engine.membership.num_replicas / model.step_weight)
 
     def _get_learning_rate(self) -> float:
         """The learning rate of the last step: the clock has moved the schedule on since."""

@@ -91,7 +91,7 @@ class Job:
     def __post_init__(self) -> None:
         """Makes the parts that depend on others, and registers the job itself."""
         self.iterations = Iterations(self.timeline)
-        self.events = Events(lambda: (self.timeline.clock.steps, self.engine.generation))
+        self.events = Events(lambda: (self.timeline.clock.steps, self.engine.membership.generation))
         self.registry = Registry(lambda: self.timeline.clock.steps)
         self.registry.add("job", self)
 
@@ -174,7 +174,7 @@ class Job:
 
     def state_dict(self) -> dict[str, Any]:
         """Clocks, epoch and the number of replicas, for checkpoints."""
-        return self.timeline.state(self.engine.num_replicas)
+        return self.timeline.state(self.engine.membership.num_replicas)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned."""

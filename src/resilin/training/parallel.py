@@ -301,7 +301,7 @@ class AdaptiveDataParallel(nn.Module):
     def _start(self, part: Part) -> StepStart:
         self._trained.begin_step()
         # One micro-batch alone has nothing to be compared with.
-        several = self.job.engine.num_replicas > 1 or not part.last
+        several = self.job.engine.membership.num_replicas > 1 or not part.last
         return StepStart(
             measure=several and self.measures_next(),
             step_seconds=self.job.timer.usual,

@@ -109,7 +109,7 @@ class SizedLoader:
             "batch_size": self._current_plan().global_batch_size,
             "local_bsz": self.current_local_bsz,
             "accumulation_steps": self.accumulation_steps,
-            "replicas": self._engine.num_replicas,
+            "replicas": self._engine.membership.num_replicas,
         }
         write_scalars(writer, values, step, prefix)
 
@@ -160,6 +160,6 @@ class SizedLoader:
                 kind="out_of_memory",
                 detail=f"a micro-batch of {size} samples did not fit: {self._failed}; the step is "
                 f"repeated with at most {limit}",
-                replica=job.engine.replica,
+                replica=job.engine.membership.replica,
             )
         )

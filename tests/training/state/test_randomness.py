@@ -9,6 +9,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import resilin
 from resilin.core.clock import Clock
+from resilin.core.membership import Membership
 from resilin.training.state.randomness import RandomStates, preserved
 from resilin.training.timeline import Timeline
 from tests.replicas import gathered, replica
@@ -125,7 +126,8 @@ def test_each_replica_gets_its_own_generators_back(shared_path):
 def where(replicas=2, replica=0, steps=7):
     """The timeline of a job that was resumed, and its engine."""
     clock = Clock(steps=steps)
-    engine = type("Engine", (), {"num_replicas": replicas, "replica": replica})
+    membership = Membership(num_replicas=replicas, replica=replica)
+    engine = type("Engine", (), {"membership": membership})
     return Timeline(clock=clock, replicas_before=2), engine
 
 

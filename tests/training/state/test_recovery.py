@@ -174,7 +174,7 @@ def test_the_memory_copy_holds_the_last_completed_step(tmp_path, monkeypatch):
     resilin.reset_job()
     job = Job()
     assert at(resilin.resume()) == (0, 9, 1)
-    assert resilin.current_job().engine.generation == 1
+    assert resilin.current_job().engine.membership.generation == 1
     job.train(3)
     assert job.result() == {**undisturbed(), "totals": [NUM_SAMPLES, NUM_SAMPLES]}
     assert len(first.used) + len(job.used) == 3 * NUM_SAMPLES + 8

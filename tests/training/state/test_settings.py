@@ -215,7 +215,7 @@ def test_what_is_registered_survives_in_memory(monkeypatch, tmp_path, late):
     keeping.register("mine", counter)
     assert keeping.resume().step == 0
     assert counter.n == 5
-    assert current_job().engine.generation == 1
+    assert current_job().engine.membership.generation == 1
 
 
 def test_names_cannot_be_registered_twice():

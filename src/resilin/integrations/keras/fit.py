@@ -55,7 +55,7 @@ def make_callbacks(
     model: Any, callbacks: list[Any], *, verbose: Any, epochs: int, steps: int | None
 ) -> keras.callbacks.CallbackList:
     """The callbacks of this replica: one of them writes and prints, all of them decide."""
-    if current_job().engine.replica != 0:
+    if current_job().engine.membership.replica != 0:
         callbacks = [callback for callback in callbacks if not is_writer(callback)]
         verbose = 0
     return keras.callbacks.CallbackList(

@@ -180,16 +180,16 @@ class Progress:
     def share(self) -> None:
         """Tells all replicas what callbacks remember that run in one of them. Collective."""
         engine = self.job.engine
-        if engine.num_replicas == 1 or not self._writers:
+        if engine.membership.num_replicas == 1 or not self._writers:
             return
-        mine = {n: self._take(n) for n in self._writers} if engine.replica == 0 else None
+        mine = {n: self._take(n) for n in self._writers} if engine.membership.replica == 0 else None
         peers = engine.collectives()
         tree, tensors = split("callbacks", mine)
         told = peers.broadcast_state(State(tree, all_whole(tensors)), source=0)
         self._written = join(told.tree, told.tensors)
 
     def _mine(self) -> list[tuple[str, Any]]:
-        first = self.job.engine.replica == 0
+        first = self.job.engine.membership.replica == 0
         return [pair for pair in self._named.items() if first or pair[0] not in self._writers]
 
     def _take(self, name: str) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class Progress:
         return taken if length is None else {**taken, POSITION: length}
 
     def _remembered(self) -> dict[str, Any]:
-        told = self._written if self.job.engine.num_replicas > 1 else {}
+        told = self._written if self.job.engine.membership.num_replicas > 1 else {}
         return {name: told[name] if name in told else self._take(name) for name in self._named}
 
     # State ---------------------------------------------------------------------------------

@@ -33,13 +33,13 @@ class Agreement:
     def begin_step(self) -> None:
         """Called before the first micro-batch of a step."""
         engine = current_job().engine
-        if engine.num_replicas == 1:
+        if engine.membership.num_replicas == 1:
             return
         self._before = [variable.value.detach().clone() for variable in self._metrics]
         for variable in self._untrained:
             if variable.name == _SEED:
                 with torch.no_grad():
-                    variable.value[1] += engine.replica * SEED_STRIDE % 2**30
+                    variable.value[1] += engine.membership.replica * SEED_STRIDE % 2**30
 
     def end_step(self, weight: float) -> None:
         """Called behind the last one.
@@ -48,14 +48,14 @@ class Agreement:
             weight: What this replica's part of the step weighs.
         """
         engine = current_job().engine
-        if engine.num_replicas == 1:
+        if engine.membership.num_replicas == 1:
             return
         parts = [torch.tensor([weight], dtype=torch.float64)]
         for variable, before in zip(self._metrics, self._before, strict=True):
             parts.append((variable.value.detach() - before).double().reshape(-1))
         for variable in self._untrained:
             value = variable.value.detach().double().reshape(-1)
-            share = weight if _is_statistic(variable) else float(engine.replica == 0)
+            share = weight if _is_statistic(variable) else float(engine.membership.replica == 0)
             # A replica without samples may have seen anything: 0 * inf is not 0.
             parts.append(value * share if share else torch.zeros_like(value))
         flat = torch.cat([part.to(parts[-1].device) for part in parts])

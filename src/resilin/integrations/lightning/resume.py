@@ -139,7 +139,9 @@ class Fit:
             job.registry.remove(LOOPS)
         job.registry.add(LOOPS, self)
         job.registry.add_summed(
-            f"{SUMS}/{self._fits.begun}", self.sums, first_replica=job.engine.replica == 0
+            f"{SUMS}/{self._fits.begun}",
+            self.sums,
+            first_replica=job.engine.membership.process == 0,
         )
 
     # The state -----------------------------------------------------------------------------

@@ -24,7 +24,10 @@ def launched() -> dict[str, int]:
         `devices` and `num_nodes`; both 1 in a process of its own.
     """
     engine = current_job().engine
-    return {"devices": engine.num_local_replicas, "num_nodes": engine.num_hosts}
+    return {
+        "devices": engine.membership.num_local_processes,
+        "num_nodes": engine.membership.num_hosts,
+    }
 
 
 class Steps:

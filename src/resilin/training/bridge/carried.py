@@ -35,7 +35,8 @@ class CarriedState:
         """
         job = Home().job
         snapshot = job.registry.take(
-            Version(job.engine.generation, job.clock.steps, job.epoch), without=self._without
+            Version(job.engine.membership.generation, job.clock.steps, job.epoch),
+            without=self._without,
         )
         gather_parts(job.engine, job.registry, snapshot)
         version = snapshot.version
@@ -55,7 +56,9 @@ class CarriedState:
         snapshot = Snapshot(Version(*state["version"]), dict(state["tree"]), dict(state["tensors"]))
         # What the job does from here on is newer than whatever it has left before.
         engine, version = job.engine, snapshot.version
-        snapshot = of_replica(snapshot, engine.replica, engine.num_replicas)
-        job.registry.restore(snapshot, first_replica=engine.replica == 0, without=self._without)
+        snapshot = of_replica(snapshot, engine.membership.process, engine.membership.num_replicas)
+        job.registry.restore(
+            snapshot, first_replica=engine.membership.process == 0, without=self._without
+        )
         engine.raise_generation(version.generation + 1)
         job.timeline.carried_from = f"step {version.step} (a checkpoint of the framework)"

@@ -27,7 +27,7 @@ def read_out(prefix: str = PREFIX) -> dict[str, float]:
         return {}
     scaled = trained.scaling.last
     values: dict[str, float] = {
-        "replicas": job.engine.num_replicas,
+        "replicas": job.engine.membership.num_replicas,
         "samples": job.clock.samples,
         "progress": job.clock.progress,
         "scale": scaled.scale,

@@ -113,7 +113,7 @@ class StepFlow:
         if gradient.pending or gradient.part is None:
             return gradient.pending
         # Nothing was trained so far, but micro-batches or other replicas have it to come.
-        elsewhere = not gradient.part.last or self._engine.num_replicas > 1
+        elsewhere = not gradient.part.last or self._engine.membership.num_replicas > 1
         return elsewhere and not gradient.returned
 
     def step_waits(self) -> bool:
@@ -185,7 +185,7 @@ class StepFlow:
             return
         if asked_by is not None and iterations.current not in (None, asked_by):
             return  # Of nested or zipped loops, another one says what is trained on.
-        micro, replicas = iterations.micro_batch, self._engine.num_replicas
+        micro, replicas = iterations.micro_batch, self._engine.membership.num_replicas
         if micro is None or not self._left_out(micro) or (replicas == 1 and not gradient.pending):
             if gradient.pending:
                 warnings.warn(refusals.LEFT, stacklevel=2)
@@ -193,7 +193,8 @@ class StepFlow:
             self._over = None if micro is None else micro.number
             return
         warnings.warn(
-            f"replica {self._engine.replica} of {replicas} left the last micro-batch of a step "
+            f"replica {self._engine.membership.replica} of {replicas} "
+            "left the last micro-batch of a step "
             "without a backward pass: no replica makes this step, and its samples do not count",
             stacklevel=2,
         )

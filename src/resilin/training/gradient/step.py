@@ -114,7 +114,7 @@ class StepGradient:
 
     def _join(self) -> None:
         """Wraps the module for the replicas that are present now, if they changed."""
-        group = dist.group.WORLD if self._engine.num_replicas > 1 else None
+        group = dist.group.WORLD if self._engine.membership.num_replicas > 1 else None
         if group is None:
             self._reducer = None
         elif self._reducer is None or self._reducer.group is not group:
@@ -412,7 +412,7 @@ class StepGradient:
         assert self._reducer is not None
         assert self._head is not None
         self._said = unpack(self._reducer.counted(), self._num_votes)
-        check(self._head, self._said.head, self._engine.num_replicas)
+        check(self._head, self._said.head, self._engine.membership.num_replicas)
         return self._said
 
     def votes(self) -> tuple[float, ...]:

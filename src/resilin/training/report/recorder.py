@@ -137,7 +137,7 @@ class Recorder:
         self._log: _LogFile | None = None
         self._before: float | None = None
         self._introduced = False
-        self._first = engine.replica == 0
+        self._first = engine.membership.replica == 0
         self._budget = _Budget()
         self._wanted = False
         self._open = False
@@ -146,7 +146,7 @@ class Recorder:
         if directory is not None:
             if self._first and resumed and (last := last_event(directory)) is not None:
                 self._before = last.time
-            self._log = _LogFile(directory, f"replica-{engine.replica}")
+            self._log = _LogFile(directory, f"replica-{engine.membership.replica}")
             self._events.log = self._log.write
             atexit.register(self.close)
 
@@ -235,13 +235,13 @@ class Recorder:
         seconds: float,
     ) -> StepEvent:
         scaled, samples, plan = committed.scaled, committed.samples, committed.plan
-        timeline, replicas = self._timeline, self._engine.num_replicas
+        timeline, replicas = self._timeline, self._engine.membership.num_replicas
         noise = committed.scaling.sample_noise
         metrics = {name: _mean(pairs) for name, pairs in recorded.items()}
         return StepEvent(
             time=committed.time,
             step=timeline.clock.steps,
-            generation=self._engine.generation,
+            generation=self._engine.membership.generation,
             epoch=timeline.epoch,
             replicas=replicas,
             batch_size=samples,
@@ -270,7 +270,7 @@ class Recorder:
         common: Stamp = {
             "time": committed.time,
             "step": timeline.clock.steps - 1,
-            "generation": engine.generation,
+            "generation": engine.membership.generation,
         }
         resumed = self._resumed or timeline.carried_from
         if resumed:
@@ -278,8 +278,8 @@ class Recorder:
             self._emit(
                 RescaleEvent(
                     **common,
-                    replicas_before=timeline.replicas_before or engine.num_replicas,
-                    replicas=engine.num_replicas,
+                    replicas_before=timeline.replicas_before or engine.membership.num_replicas,
+                    replicas=engine.membership.num_replicas,
                     reason=f"resumed at {resumed}",
                     seconds=gap,
                 )
@@ -290,8 +290,8 @@ class Recorder:
                 reference=round(committed.samples / committed.scaled.scale)
                 if reference is None
                 else reference.batch_size,
-                replicas=engine.num_replicas,
-                hosts=engine.num_hosts,
+                replicas=engine.membership.num_replicas,
+                hosts=engine.membership.num_hosts,
                 rule=rule_name(rule),
                 clock=rule.clock,
                 optimizer=committed.optimizer,

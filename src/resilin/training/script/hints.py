@@ -55,7 +55,10 @@ def hints(max_replicas: int = 64) -> dict[str, Any]:
     model = fit(observed).model if observed else None
     return {
         "version": VERSION,
-        "placement": {"hosts": job.engine.num_hosts, "replicas": job.engine.num_replicas},
+        "placement": {
+            "hosts": job.engine.membership.num_hosts,
+            "replicas": job.engine.membership.num_replicas,
+        },
         "batch": {
             "reference": autoscaler.reference,
             "current": autoscaler.batch_size,
@@ -81,7 +84,7 @@ def _speedup(
     job = current_job()
     replicas = 2 ** np.arange(int(np.log2(max_replicas)) + 1)
     # Hosts as full as they are now.
-    per_host = -(-job.engine.num_replicas // job.engine.num_hosts)
+    per_host = -(-job.engine.membership.num_replicas // job.engine.membership.num_hosts)
     hosts = -(-replicas // per_host)
     values = best_goodput(model, noise, autoscaler.reference, autoscaler.bounds, hosts, replicas)
     base = values[0] if values[0] > 0 else 1.0

@@ -14,7 +14,7 @@ class PresentPlan(BatchPlan):
     @property
     def master(self) -> bool:
         """Whether this is replica 0."""
-        return current_job().engine.replica == 0
+        return current_job().engine.membership.replica == 0
 
 
 def plan(
@@ -44,7 +44,7 @@ def plan(
     """
     return PresentPlan(
         global_batch_size,
-        current_job().engine.num_replicas,
+        current_job().engine.membership.num_replicas,
         max_local_bsz=max_local_bsz,
         min_local_bsz=min_local_bsz,
         gradient_accumulation=gradient_accumulation,

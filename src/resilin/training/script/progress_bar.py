@@ -25,7 +25,7 @@ def progress_bar(loader: AdaptiveDataLoader, *, stream: TextIO | None = None) ->
             minute.
     """
     job = loader.job
-    if job.engine.replica != 0:
+    if job.engine.membership.replica != 0:
         yield from loader
         return
     shown = _Pass(job, loader)
@@ -59,7 +59,7 @@ class _Pass:
     def update(self, display: Display) -> None:
         """Show the current position of the loop."""
         job, loader = self._job, self._loader
-        replicas = job.engine.num_replicas
+        replicas = job.engine.membership.num_replicas
         if not self._trains:
             display.total_steps = float(len(loader))
             steps = self._seen * replicas / loader.batch_size

@@ -79,7 +79,7 @@ class Autoscaler:
     @property
     def batch_size(self) -> int:
         """The global batch size now, within what the bounds allow for the present replicas."""
-        return nearest(self._tuner.bounds, self._wanted, self._job.engine.num_replicas)
+        return nearest(self._tuner.bounds, self._wanted, self._job.engine.membership.num_replicas)
 
     # Times ---------------------------------------------------------------------------------
 
@@ -113,17 +113,17 @@ class Autoscaler:
             return
         proposed, explores, num, seconds, sync = votes
         engine = self._job.engine
-        if engine.num_replicas != self._num_replicas:
-            self._num_replicas, self._since = engine.num_replicas, 0
+        if engine.membership.num_replicas != self._num_replicas:
+            self._num_replicas, self._since = engine.membership.num_replicas, 0
         if proposed:
             self._wanted, self._exploring = round(proposed), bool(explores)
             self._proposed = None
             self._since = 0
-        if num == engine.num_replicas and self._ran is not None:
+        if num == engine.membership.num_replicas and self._ran is not None:
             self._learn(self._ran[0], seconds / num, sync / num)
         self._ran = None
         self._since += 1
-        if engine.replica == 0 and self._since in (FIRST, EVERY):
+        if engine.membership.replica == 0 and self._since in (FIRST, EVERY):
             self._since = self._since if self._since < EVERY else FIRST
             self._decide()
 
@@ -136,8 +136,8 @@ class Autoscaler:
         compute = max(seconds - sync, 1e-9) / plan.steps
         self._profile = self._profile.observe(
             StepTime(
-                hosts=engine.num_hosts,
-                replicas=engine.num_replicas,
+                hosts=engine.membership.num_hosts,
+                replicas=engine.membership.num_replicas,
                 local_bsz=plan.global_batch_size / plan.replicas / plan.steps,
                 accumulation_steps=plan.steps,
                 compute_seconds=compute,
@@ -151,8 +151,8 @@ class Autoscaler:
         decision = replace(self._tuner, bounds=self.bounds).decide(
             profile=self._profile,
             noise=None if job.trained is None else job.trained.scaling.sample_noise,
-            hosts=engine.num_hosts,
-            replicas=engine.num_replicas,
+            hosts=engine.membership.num_hosts,
+            replicas=engine.membership.num_replicas,
             batch_size=before,
             explored=self._explored / self._seconds if self._seconds else 0.0,
         )

@@ -202,7 +202,7 @@ class BatchSizes:
             samples: Samples in the step.
             batch_size: The global batch size; the remainder of an epoch has fewer samples.
         """
-        replicas = current_job().engine.num_replicas
+        replicas = current_job().engine.membership.num_replicas
         if samples == batch_size and self._replayed is None:
             return self._bounds.plan(samples, replicas)
         # Remainders of epochs and sizes of a trace are given: no smallest size and no global limit

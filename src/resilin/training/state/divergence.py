@@ -102,9 +102,9 @@ class DivergenceCheck:
         """Pieces of the hash, their squares, and its cost; empty if it is not due."""
         engine, step = self._engine, self._timeline.clock.steps
         self._said = {}
-        if self._every == "off" or engine.num_replicas == 1:
+        if self._every == "off" or engine.membership.num_replicas == 1:
             return ()
-        members = (engine.generation, engine.num_replicas)
+        members = (engine.membership.generation, engine.membership.num_replicas)
         if members != self._members:
             # A replica that joined has to start with the state of the others.
             self._members, self._due, self._checked = members, step, None
@@ -134,7 +134,7 @@ class DivergenceCheck:
         self._due = max(self._due, self._checked[0] if self._checked else 0) + self._interval(
             seconds, per_step
         )
-        if not all_same(sums[:half], sums[half:], self._engine.num_replicas):
+        if not all_same(sums[:half], sums[half:], self._engine.membership.num_replicas):
             raise RuntimeError(self._who())
 
     def _interval(self, seconds: float, per_step: float) -> int:

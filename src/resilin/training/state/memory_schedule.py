@@ -170,7 +170,7 @@ class MemorySchedule:
             except OSError:
                 # Not the state that this generation resumed from: until its first own copy is
                 # complete on all replicas, that is the only one.
-                memory.forget(before=self._engine.generation, but=self.resumed)
+                memory.forget(before=self._engine.membership.generation, but=self.resumed)
                 try:
                     self._write(memory, version, again=self._needs_resumed(memory))
                 except OSError as error:
@@ -194,11 +194,11 @@ class MemorySchedule:
         return self._num_kept > 0 and not self._forgot and self.resumed in memory.versions()
 
     def _write(self, memory: MemoryCopies, version: Version, *, again: bool) -> None:
-        engine, registry, resumed = self._engine, self._registry, self.resumed
+        me, registry, resumed = self._engine.membership, self._registry, self.resumed
         memory.keep(
             registry.take(version),
             registry.take_sums(version.epoch),
-            Place(engine.host, engine.local_replica, engine.num_local_replicas, engine.replica),
+            Place(me.host, me.local_process, me.num_local_processes, me.process),
             registry.take_own(),
             previous=resumed if again else self._kept or resumed,
             again=again,
@@ -212,7 +212,7 @@ class MemorySchedule:
         """
         if self._forgot or not (may_forget(self._num_kept + 1) and self._all_kept):
             return
-        memory.forget(before=self._engine.generation)
+        memory.forget(before=self._engine.membership.generation)
         self._forgot = True
 
     def _failed(self, memory: MemoryCopies, version: Version, error: OSError) -> None:

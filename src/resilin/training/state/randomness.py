@@ -189,7 +189,7 @@ class RandomStates:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore the states; None seeds all generators by (seed, step, replica)."""
         now, engine = self._timeline, self._engine
-        if state is None and now.replicas_before != engine.num_replicas:
+        if state is None and now.replicas_before != engine.membership.num_replicas:
             now.seeded_at = now.clock.steps
         if state:
             states = {name: each.clone() for name, each in state["generators"].items()}
@@ -197,7 +197,7 @@ class RandomStates:
             self._resume(lambda: _put(states), now.epoch if state["in_epoch"] else None)
         elif state is None or now.seeded_at is not None:
             step = now.clock.steps if now.seeded_at is None else now.seeded_at
-            place = step * 2**20 + engine.replica
+            place = step * 2**20 + engine.membership.replica
             key = SampleStream(1, seed=self._seed).keys(range(place, place + 1))
             self._resume(lambda: self._seed_all(int(key[0])), now.epoch)
 

@@ -93,7 +93,7 @@ class Recovery:
             # A host without copies takes part too.
             self.active = any(engine.gather(self.active))
         if not self.active:
-            if engine.restartable and engine.replica == 0:
+            if engine.restartable and engine.membership.process == 0:
                 logger.warning(
                     "neither memory copies nor checkpoints are made: a lost worker costs the whole "
                     "run"
@@ -158,7 +158,9 @@ class Recovery:
 
     def _version(self) -> Version:
         now = self._timeline
-        return Version(self._engine.generation, now.clock.steps, now.epoch, self._start.branch)
+        return Version(
+            self._engine.membership.generation, now.clock.steps, now.epoch, self._start.branch
+        )
 
     def _settle(self, version: Version, votes: tuple[float, ...]) -> None:
         self._seen = version
@@ -167,7 +169,7 @@ class Recovery:
         self._registry.warn_of_unclaimed()
         self._saves.report_ended()
         self._copies.counted(step_seconds, copy_seconds, failed)
-        if self._engine.replica == 0:
+        if self._engine.membership.process == 0:
             self._risk.update(self.at_risk)
         if self._copies.is_due(version.step, stopping=bool(stop)):
             self._copies.keep(version)
@@ -197,7 +199,7 @@ class Recovery:
         reason = engine.stop.reason or "another replica was asked to stop"
         engine.unwatch()
         self._saves.save(version)
-        if engine.replica == 0:
+        if engine.membership.process == 0:
             logger.info("stopped at step %d (%s)", version.step, reason)
         self._close_log()
         engine.leave(asked=engine.stop.asked)
@@ -206,10 +208,10 @@ class Recovery:
         """Called by another thread before this process is ended: its main thread may be stuck."""
         # A copy that is being written is completed first.
         self._copies.lock.acquire(timeout=10)
-        logger.warning("replica %d exits: %s", self._engine.replica, reason)
+        logger.warning("replica %d exits: %s", self._engine.membership.replica, reason)
         memory = self._copies.memory
         try:
-            if deadline_passed and self._engine.replica == 0 and memory is not None:
+            if deadline_passed and self._engine.membership.process == 0 and memory is not None:
                 self._saves.save_from_memory(memory)
         except Exception:
             logger.exception("the memory copy was not saved")

@@ -116,7 +116,7 @@ def newest_state(
             for v in memory.versions()
         }
     saved: list[Version] = []
-    if checkpoints is not None and engine.replica == 0:
+    if checkpoints is not None and engine.membership.process == 0:
         saved = [commit.version for commit in checkpoints.commits()]
     everyone = engine.gather(
         {
@@ -132,7 +132,7 @@ def newest_state(
         {Version.from_json(v): Content.from_json(content) for v, content in said["here"]}
         for said in everyone
     ]
-    held = [c.held(v, engine.num_replicas) for each in contents for v, c in each.items()]
+    held = [c.held(v, engine.membership.num_replicas) for each in contents for v, c in each.items()]
     order = candidates(held, saved)
     for index, candidate in enumerate(order):
         if candidate.source == "checkpoint":
@@ -149,7 +149,11 @@ def newest_state(
         if snapshot is None:
             continue
         found = [each.get(candidate.version) for each in contents]
-        _add_sums(snapshot, [content for content in found if content is not None], engine.replica)
+        _add_sums(
+            snapshot,
+            [content for content in found if content is not None],
+            engine.membership.process,
+        )
         owners = [() if content is None else content.owners for content in found]
         _add_own(engine, memory, snapshot, owners, whole=candidate.whole)
         return Newest(snapshot, "memory", generation)
@@ -198,9 +202,9 @@ def _add_own(
         owners: Per replica, those whose own state it can read. The first that can sends it.
         whole: Whether nothing is missing: a replica that is not among them had an empty part.
     """
-    known = set().union(*owners[: engine.replica])
+    known = set().union(*owners[: engine.membership.process])
     here: dict[int, OwnState] = {}
-    if memory is not None and not known.issuperset(owners[engine.replica]):
+    if memory is not None and not known.issuperset(owners[engine.membership.process]):
         found = memory.own(snapshot.version)
         here = {each: own for each, own in found.items() if each not in known}
     parts = {i: each for part in _gather_own(engine, here) for i, each in part.items()}
@@ -241,7 +245,7 @@ def _from_memory(engine: Engine, memory: MemoryCopies | None, version: Version) 
     holders = [replica for replica, has in enumerate(engine.gather(mine is not None)) if has]
     if not holders:
         return None
-    if len(holders) == engine.num_replicas:
+    if len(holders) == engine.membership.num_processes:
         return mine
     outline = None
     if mine is not None:

@@ -70,8 +70,8 @@ def start(
         # The checkpoint of another framework may have brought the job further already.
         _log(engine, "started", f"at step {steps}")
         return Start(branch=branch)
-    mine = of_replica(snapshot, engine.replica, engine.num_replicas)
-    registry.restore(mine, first_replica=engine.replica == 0)
+    mine = of_replica(snapshot, engine.membership.process, engine.membership.num_replicas)
+    registry.restore(mine, first_replica=engine.membership.process == 0)
     seconds = time.monotonic() - began
     version = snapshot.version
     _log(engine, "resumed", f"at step {version.step} from {source} (restored in {seconds:.2f} s)")
@@ -99,6 +99,6 @@ def _on_all_hosts(engine: Engine, memory: MemoryCopies | None, version: Version)
 
 
 def _log(engine: Engine, verb: str, rest: str) -> None:
-    if engine.replica == 0:
-        num = engine.num_replicas
+    if engine.membership.process == 0:
+        num = engine.membership.num_replicas
         logger.info("%s %d replica%s %s", verb, num, "s" if num > 1 else "", rest)

@@ -56,7 +56,7 @@ def resume(folder):
 
 @pytest.mark.world_size(2)
 def test_a_job_goes_on_from_it(shared_path):
-    if resilin.current_job().engine.replica == 0:
+    if resilin.current_job().engine.membership.replica == 0:
         shutil.copytree(FOLDER, shared_path / "run")
     torch.distributed.barrier()
     resume(shared_path / "run")
