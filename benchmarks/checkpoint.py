@@ -1,4 +1,4 @@
-"""What a checkpoint costs a training loop: the time for which `begin_save` holds it up.
+"""Cost of a checkpoint for a training loop: the time for which `begin_save` blocks it.
 
     python benchmarks/checkpoint.py [--quick] [--check]
 

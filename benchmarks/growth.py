@@ -1,4 +1,4 @@
-"""How costs grow: with replicas, samples, parameters and steps.
+"""Growth of costs with replicas, samples, parameters and steps.
 
     python benchmarks/growth.py [--quick] [--check] > docs/figures/growth.json
     python docs/figures/growth.py
@@ -106,7 +106,7 @@ def sum_of_equals(tensor: Tensor, group: Any = None, async_op: bool = False) -> 
 
 
 def share_seconds(replicas: int, repeats: int) -> float:
-    """What the last replica computes to know its part of a step: the plan, and its positions."""
+    """The last replica's part of a step: the plan, and its positions."""
     total, cursors = PER_REPLICA * replicas + 1, itertools.count(step=PER_REPLICA * replicas)
     owners = Ownership(5, replicas)
 

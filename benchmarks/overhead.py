@@ -1,4 +1,4 @@
-"""What the elastic step costs: CPU time per optimizer step, over that of plain DDP.
+"""Cost of the elastic step: CPU time per optimizer step, over that of plain DDP.
 
     python benchmarks/overhead.py [--quick] [--check] [--peers | --telemetry]
 

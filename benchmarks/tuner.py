@@ -52,7 +52,7 @@ LIMIT = 1.05
 
 
 class Truth:
-    """What the traces say of one model on one placement."""
+    """Data of the traces for one model on one placement."""
 
     def __init__(self, model: str, placement: str) -> None:
         self.hosts, self.replicas = len(placement), sum(map(int, placement))
@@ -138,7 +138,7 @@ class Truth:
 
 
 class State(NamedTuple):
-    """What a rule sees when it decides."""
+    """Input of a decision rule."""
 
     profile: StepProfile
     noise: Noise

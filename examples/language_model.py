@@ -33,19 +33,19 @@ def lines():
 
 
 def pad(batch):
-    """Bytes, and for each of them the one that follows; behind the end there is no target."""
+    """Bytes, and for each of them the one that follows; after the end there is no target."""
     targets = pad_sequence(batch, batch_first=True, padding_value=PAD)[:, :LENGTH]
     return F.pad(targets[:, :-1].clamp(min=0), (1, 0)), targets
 
 
 def num_tokens(batch):
-    """What a micro-batch weighs."""
+    """Weight of a micro-batch."""
     _, targets = batch
     return (targets != PAD).sum()
 
 
 class Block(nn.Module):
-    """Attention to what came before, and a small network behind it."""
+    """Attention to earlier tokens, followed by a small network."""
 
     def __init__(self):
         super().__init__()

@@ -3,8 +3,8 @@
     python examples/ray_digits.py
     python examples/ray_digits.py --workers 1 8 --address auto --storage /mnt/shared
 
-`train` is a plain loop with resilin's five lines. Ray starts its workers, and starts them anew when
-nodes come or go; the job goes on in the middle of the epoch, from the memory of a node that stayed,
+`train` is a plain loop with resilin's five lines. Ray starts its workers, and restarts them when
+nodes come or go; the job resumes in the middle of the epoch, from the memory of a node that stayed,
 and each optimizer step has the same samples as before. Here there is one machine and one worker,
 unless `--workers` says otherwise.
 """

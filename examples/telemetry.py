@@ -4,7 +4,7 @@
     tensorboard --logdir runs
 
 The batch size doubles half-way, so that there is something to see: scale, gain and learning rate
-follow it, and the loss goes on.
+follow it, and the loss continues.
 """
 
 from __future__ import annotations
