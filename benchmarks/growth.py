@@ -134,7 +134,7 @@ def step_seconds(replicas: int, num_steps: int) -> tuple[float, int]:
     times, ballot, start = [], 0, time.process_time()
     for x, y in loader:
         F.cross_entropy(model(x), y).backward()
-        if (sent := model._gradient.ballot) is not None:
+        if (sent := model._trained._ballot.sent) is not None:
             ballot = sent.numel()
         optimizer.step()
         optimizer.zero_grad()

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from resilin.engine.group import init_process_group
     from resilin.training.data.sampling import sample_generator, sample_rng
     from resilin.training.gates.optimizer import accumulate
-    from resilin.training.gradient.split_check import check_split
     from resilin.training.job import current_job, reset_job
     from resilin.training.loader import AdaptiveDataLoader
     from resilin.training.parallel import AdaptiveDataParallel
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from resilin.training.script.epochs import remaining_epochs_until
     from resilin.training.script.events import events_to, listen, record
     from resilin.training.script.hints import hints
-    from resilin.training.script.plan import plan
+    from resilin.training.script.plan import check_split, plan
     from resilin.training.script.progress_bar import progress_bar
 
 __version__ = "0.2.0.dev0"
@@ -41,7 +40,7 @@ _HOMES = {
     "PowerRule": "resilin.core.rules",
     "Schedule": "resilin.core.clock",
     "accumulate": "resilin.training.gates.optimizer",
-    "check_split": "resilin.training.gradient.split_check",
+    "check_split": "resilin.training.script.plan",
     "checkpoint_to": "resilin.training.script.checkpoints",
     "current_job": "resilin.training.job",
     "events_to": "resilin.training.script.events",

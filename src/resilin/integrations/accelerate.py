@@ -21,6 +21,7 @@ from resilin.core.rules import ScalingRule
 from resilin.integrations.folders import load_state, read_state, save_state
 from resilin.telemetry.extras import load
 from resilin.training.bridge.readout import read_out
+from resilin.training.gates.patch import Patch
 from resilin.training.job import Job, current_job
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
@@ -179,7 +180,7 @@ def wrap(
         scaler=accelerator.scaler,
         **{**ddp, **adaptive},
     )
-    _teach(accelerator)
+    wrapped.add_gate(_teach(accelerator))
     if scheduler is None or adaptive["schedule_by"] == "user":
         return wrapped, scheduler
     return wrapped, SteppedByClock(scheduler)
@@ -193,7 +194,7 @@ def bare_optimizer(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def _teach(accelerator: Any) -> None:
+def _teach(accelerator: Any) -> Patch:
     """Lets the accelerator ask the job where a step ends, and what is inside its model."""
     kind = type(accelerator)
 
@@ -236,12 +237,15 @@ def _teach(accelerator: Any) -> None:
             else kind.skip_first_batches(accelerator, dataloader, num_batches)
         )
 
-    vars(accelerator).update(
-        unwrap_model=unwrap_model,
-        clip_grad_norm_=clip_grad_norm_,
-        clip_grad_value_=clip_grad_value_,
-        skip_first_batches=skip_first_batches,
-        _do_sync=lambda: tell(accelerator),
+    return Patch(
+        accelerator,
+        {
+            "unwrap_model": unwrap_model,
+            "clip_grad_norm_": clip_grad_norm_,
+            "clip_grad_value_": clip_grad_value_,
+            "skip_first_batches": skip_first_batches,
+            "_do_sync": lambda: tell(accelerator),
+        },
     )
 
 

@@ -16,6 +16,7 @@ from resilin.core.rules import ScalingRule
 from resilin.training.ballot import Ballot
 from resilin.training.data.iteration import Iterations
 from resilin.training.gates.optimizer import Gate, ModuleGate, applied
+from resilin.training.gates.patch import Removable
 from resilin.training.gates.scaler import ScalerGate
 from resilin.training.gates.scheduler import ClockedScheduler, SchedulerGate
 from resilin.training.gradient.flow import StepFlow
@@ -74,7 +75,7 @@ class TrainedModel:
         self._ends = ends
         self._failed = False
         self._gate = Gate(optimizer, self)
-        self._modules: ModuleGate | None = None
+        self._gates: list[Removable] = [self._gate]
         self._scaler: ScalerGate | None = None
 
     # Gates ---------------------------------------------------------------------------------
@@ -93,18 +94,20 @@ class TrainedModel:
         """Make the module, the scheduler of a clock and the scaler wait, as the optimizer does."""
         self.scheduler = scheduler
         self._gate.schedulers.hand_to(scheduler)
-        self._modules = ModuleGate(module, self)
+        self.add_gate(ModuleGate(module, self))
         if scaler is not None:
             self._scaler = ScalerGate(scaler, self.optimizer, self)
+            self.add_gate(self._scaler)
+
+    def add_gate(self, gate: Removable) -> None:
+        """Remove this gate together with the others, in `release`."""
+        self._gates.append(gate)
 
     def release(self) -> None:
         """Restore the methods of optimizer, schedulers, scaler and module."""
-        self._gate.remove()
-        if self._modules is not None:
-            self._modules.remove()
+        for gate in self._gates:
+            gate.remove()
         self.gradient.release()
-        if self._scaler is not None:
-            self._scaler.release()
 
     # Queries -------------------------------------------------------------------------------
 
@@ -129,7 +132,7 @@ class TrainedModel:
 
     def step_pending(self) -> bool:
         """Asked by the scaler's gate: whether a gradient is there that was not used yet."""
-        return self.gradient.pending
+        return self.gradient.step.pending
 
     def step_failed(self) -> bool:
         """Asked by the scaler's gate: whether the step failed, and is issued again."""
@@ -141,7 +144,7 @@ class TrainedModel:
 
     def schedule_waits(self) -> bool:
         """Asked by the gate: whether the body works on a step that is incomplete, or not made."""
-        micro, result = self._iterations.micro_batch, self.gradient.result
+        micro, result = self._iterations.micro_batch, self.gradient.step.result
         if self._failed or (result is not None and result.skipped):
             return True
         return micro is not None and not micro.last
@@ -154,7 +157,7 @@ class TrainedModel:
             Whether it is. If not, more micro-batches follow, and `.grad` must not be changed.
         """
         with self.gradient.changing():
-            yield self.gradient.complete
+            yield self.gradient.step.complete
 
     # A step --------------------------------------------------------------------------------
 
@@ -170,7 +173,7 @@ class TrainedModel:
         self.scaling.prepare(
             reduced,
             self._iterations.micro_batch,
-            measured=self.gradient.measure,
+            measured=self.gradient.step.measure,
             gradient_scale=1.0 if self._scaler is None else self._scaler.scale(),
         )
         return reduced
@@ -190,7 +193,7 @@ class TrainedModel:
 
     def leave_step(self) -> None:
         """Called when the loop, here or on another replica, has abandoned the step."""
-        self.gradient.measure = False
+        self.gradient.step.leave()
         self._ends.commit_step(StepOutcome.SKIPPED)
 
     def advance(self, clock: Clock, plan: BatchPlan | None) -> tuple[Clock, StepSizes]:
@@ -230,8 +233,8 @@ class TrainedModel:
     def end_step(self) -> None:
         """Ends a step that was made or skipped: votes are counted, the next step may begin."""
         self.flow.ended()
-        self.scaling.estimates.schedule.committed(measured=self.gradient.measure)
-        self._ballot.count(self.gradient.votes())
+        self.scaling.estimates.schedule.committed(measured=self.gradient.step.measure)
+        self._ballot.count()
         self.gradient.end()
         self.scaling.end()
 
@@ -256,4 +259,4 @@ class TrainedModel:
 
     def end_body(self) -> None:
         """The loop body of a step is over, or that of one that was given up."""
-        self._gate.schedulers.settle(given_up=self.gradient.pending or self._failed)
+        self._gate.schedulers.settle(given_up=self.gradient.step.pending or self._failed)

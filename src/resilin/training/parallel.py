@@ -25,9 +25,11 @@ from resilin.core.rules import (
 from resilin.engine import overrides
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
 from resilin.training.ballot import Ballot
+from resilin.training.gates.patch import Removable
+from resilin.training.gates.scaler import calling_scaler
 from resilin.training.gates.scheduler import ClockedScheduler
 from resilin.training.gradient.arguments import check_model
-from resilin.training.gradient.flow import StepFlow
+from resilin.training.gradient.flow import StepCalls, StepFlow
 from resilin.training.gradient.noise import NoiseEstimates
 from resilin.training.gradient.norms import GroupNorms, MeasureSchedule
 from resilin.training.gradient.records import Part, StepStart
@@ -127,20 +129,17 @@ class AdaptiveDataParallel(nn.Module):
         self._gradient = StepGradient(
             model,
             GroupNorms(optimizer, model.parameters()),
-            dict(ddp_kwargs),
+            ddp_kwargs,
             job.engine,
-            ballot.cast,
+            ballot,
         )
-        self._flow = StepFlow(
-            self._gradient,
-            job.iterations,
-            job.engine,
-            job.timeline,
-            begin_step=lambda: begin_step(job),
+        calls = StepCalls(
+            begin=lambda: begin_step(job),
             start=self._start,
             left=lambda: self._trained.leave_step(),
-            knows_scaler=scaler is not None,
+            unknown_scaler=calling_scaler if scaler is None else lambda: False,
         )
+        self._flow = StepFlow(self._gradient, job.iterations, job.engine, calls)
         clocked = ClockedScheduler.make(lr_scheduler, schedule_by, chosen.clock)
         self._trained = TrainedModel(
             self,
@@ -186,6 +185,10 @@ class AdaptiveDataParallel(nn.Module):
         if self.job.trained is self._trained:
             self.job.trained = None
 
+    def add_gate(self, gate: Removable) -> None:
+        """Removes this gate, too, in `release()`: for integrations that replace methods."""
+        self._trained.add_gate(gate)
+
     # What it knows -------------------------------------------------------------------------
 
     @property
@@ -214,7 +217,7 @@ class AdaptiveDataParallel(nn.Module):
 
         None until its gradient is complete, and again after `optimizer.step()`.
         """
-        result = self._gradient.result
+        result = self._gradient.step.result
         return None if result is None else result.weight
 
     @property

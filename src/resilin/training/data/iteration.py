@@ -99,6 +99,16 @@ class Iterations:
         """The split of the step that the loop body works on; None outside a resilin loader."""
         return None if self.current is None else self.current.plan
 
+    def is_elsewhere(self, iteration: object) -> bool:
+        """Whether the loop body works on a micro-batch of another iteration than this one."""
+        return self.current is not None and self.current is not iteration
+
+    @property
+    def committed(self) -> bool:
+        """Whether a step was committed since its last micro-batch was handed out."""
+        at = None if self.current is None else self.current.handed_out_at
+        return at is not None and self._timeline.clock.steps > at
+
     def begin(self, iteration: Iteration) -> None:
         """Opens an iteration."""
         iteration.outer = _open(self.current)

@@ -29,6 +29,7 @@ from resilin.compat.torch_names import (
 )
 from resilin.core import _exact, _validate
 from resilin.core.rules import Factors
+from resilin.training.gates.patch import Patch
 from resilin.training.gates.scheduler import SchedulerGate
 
 _MARK = "_resilin_gate"
@@ -77,11 +78,13 @@ class Gate:
         self._owner = owner
         # Both may hang on the instance already: schedulers put a wrapper there.
         self._step, self._zero_grad = optimizer.step, optimizer.zero_grad
-        self._had = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
         # Bound methods, because schedulers made later ask them for __func__.
-        vars(optimizer)["step"] = MethodType(self._make_step(), optimizer)
-        vars(optimizer)["zero_grad"] = MethodType(self._make_zero_grad(), optimizer)
-        vars(optimizer)[_MARK] = self
+        replaced = {
+            "step": MethodType(self._make_step(), optimizer),
+            "zero_grad": MethodType(self._make_zero_grad(), optimizer),
+            _MARK: self,
+        }
+        self._patch = Patch(optimizer, replaced)
         self.schedulers = SchedulerGate(optimizer, owner.schedule_waits)
         """Makes the schedulers of the optimizer wait as well."""
 
@@ -115,14 +118,10 @@ class Gate:
     def remove(self) -> None:
         """Gives the optimizer its own methods back."""
         counted = is_counted(self.optimizer.step)
-        for name, method in self._had.items():
-            vars(self.optimizer).pop(name, None)
-            if method is not None:
-                vars(self.optimizer)[name] = method
+        self._patch.remove()
         if counted and not is_counted(self.optimizer.step):
             # A scheduler made since then has put its wrapper around the gate, and misses it.
             vars(self.optimizer)["step"] = _counted(self.optimizer.step)
-        vars(self.optimizer).pop(_MARK, None)
         self.schedulers.remove()
 
 
@@ -161,13 +160,15 @@ class ModuleGate:
         self._modules = [module] if inner is module else [module, inner]
         for gated in self._modules:
             _ZERO_GRAD_OWNERS[gated] = owner
-            vars(gated)["zero_grad"] = MethodType(_zero_grad, gated)
+        self._patches = [
+            Patch(gated, {"zero_grad": MethodType(_zero_grad, gated)}) for gated in self._modules
+        ]
 
     def remove(self) -> None:
         """Gives the modules their own method back."""
-        for gated in self._modules:
+        for gated, patch in zip(self._modules, self._patches, strict=True):
             _ZERO_GRAD_OWNERS.pop(gated, None)
-            vars(gated).pop("zero_grad", None)
+            patch.remove()
 
 
 def gate_of(optimizer: Optimizer) -> Gate | None:

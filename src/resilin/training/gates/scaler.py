@@ -10,6 +10,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from resilin.compat.python_names import frame_of_caller
+from resilin.training.gates.patch import Patch
 
 _FRAMES = 8
 """Most frames between `GradScaler.step` and whoever asks: wrappers of schedulers and of ours."""
@@ -95,13 +96,12 @@ class ScalerGate:
             elif not waited:
                 own["update"](*args, **kwargs)
 
-        vars(scaler).update(unscale_=unscale_, step=step, update=update)
+        self._patch = Patch(scaler, {"unscale_": unscale_, "step": step, "update": update})
 
     def scale(self) -> float:
         """The factor on all gradients until they are unscaled."""
         return float(self.scaler.get_scale()) if self.scaler.is_enabled() else 1.0
 
-    def release(self) -> None:
+    def remove(self) -> None:
         """Gives the scaler its own methods back."""
-        for name in ("unscale_", "step", "update"):
-            vars(self.scaler).pop(name, None)
+        self._patch.remove()

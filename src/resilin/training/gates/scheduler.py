@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from resilin.compat.torch_names import is_initial
 from resilin.core import _validate
 from resilin.core.clock import CLOCKS, ClockName, scheduler_steps
+from resilin.training.gates.patch import Patch
 from resilin.training.state.registry import Registry
 
 _MARK = "_resilin_schedulers"
@@ -58,7 +59,7 @@ class SchedulerGate:
         self._names: WeakKeyDictionary[LRScheduler, str] = WeakKeyDictionary()
         self._numbers: Counter[str] = Counter()
         self._loose: LooseSchedulers | None = None
-        vars(optimizer)[_MARK] = self
+        self._patch: Patch | None = Patch(optimizer, {_MARK: self})
         _Watched.install()
         # In an order that the next process of the same script finds, too.
         for scheduler in sorted(schedulers_of(optimizer), key=_content):
@@ -139,7 +140,9 @@ class SchedulerGate:
             scheduler.__class__ = type(scheduler).__mro__[1]
         self._names.clear()
         self._held = {}
-        if vars(self._optimizer).pop(_MARK, None) is not None:
+        if self._patch is not None:
+            self._patch.remove()
+            self._patch = None
             _Watched.uninstall()
 
 

@@ -1,20 +1,50 @@
-"""Rules for a loop: micro-batches that begin, wait, are skipped, or are abandoned."""
+"""The rules of a step: micro-batches begin, wait, are left out, or left altogether."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from resilin.engine.base import Engine
-from resilin.training.data.iteration import Iterations
-from resilin.training.gates.scaler import calling_scaler
 from resilin.training.gradient import refusals
 from resilin.training.gradient.records import Part, StepStart
 from resilin.training.gradient.step import StepGradient
 from resilin.training.gradient.tensors import tensors_in
 from resilin.training.records import MicroBatch
-from resilin.training.timeline import Timeline
+
+
+class Loop(Protocol):
+    """The user's loop over the loaders of the job."""
+
+    @property
+    def micro_batch(self) -> MicroBatch | None:
+        """The micro-batch that the loop body works on; None outside a resilin loader."""
+        ...
+
+    def is_elsewhere(self, iteration: object) -> bool:
+        """Whether the loop body works on a micro-batch of another iteration than this one."""
+        ...
+
+    @property
+    def committed(self) -> bool:
+        """Whether a step was committed since its last micro-batch was handed out."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCalls:
+    """Functions of the model that surround its steps."""
+
+    begin: Callable[[], object]
+    """Called before a step that no loader of ours begins."""
+    start: Callable[[Part], StepStart]
+    """Returns what is known of a step that begins with this micro-batch."""
+    left: Callable[[], None]
+    """Called when the loop has left a step: it is over, and was not made."""
+    unknown_scaler: Callable[[], bool]
+    """Whether a GradScaler that the model does not know steps the optimizer right now."""
 
 
 class StepFlow:
@@ -22,35 +52,18 @@ class StepFlow:
 
     Args:
         gradient: The gradient of the step.
-        iterations: The micro-batch that the loop works on.
+        loop: The micro-batch that is at hand.
         engine: Who is in the job.
-        timeline: The clock of the job.
-        begin_step: Called before a step of a loader that is not one of resilin's.
-        start: Tells what is known of a step when it begins with this micro-batch.
-        left: Called when the loop has left a step: it is over, and was not made.
-        knows_scaler: Whether the user has handed over a GradScaler.
+        calls: Functions of the model that surround its steps.
     """
 
     def __init__(
-        self,
-        gradient: StepGradient,
-        iterations: Iterations,
-        engine: Engine,
-        timeline: Timeline,
-        *,
-        begin_step: Callable[[], object],
-        start: Callable[[Part], StepStart],
-        left: Callable[[], None],
-        knows_scaler: bool,
+        self, gradient: StepGradient, loop: Loop, engine: Engine, calls: StepCalls
     ) -> None:
         self._gradient = gradient
-        self._iterations = iterations
+        self._loop = loop
         self._engine = engine
-        self._timeline = timeline
-        self._begin_step = begin_step
-        self._start = start
-        self._left = left
-        self._knows_scaler = knows_scaler
+        self._calls = calls
         self._seen: int | None = None
         self._over: int | None = None
         self.weight: float | None = None
@@ -60,7 +73,7 @@ class StepFlow:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before each forward pass in training."""
-        gradient, micro = self._gradient, self._iterations.micro_batch
+        gradient, micro = self._gradient, self._loop.micro_batch
         if micro is not None:
             if not micro.training:
                 raise RuntimeError(refusals.EVALUATION)
@@ -68,17 +81,17 @@ class StepFlow:
             return
         # Any other loader: each batch is a step of its own.
         weight = self._size_of(args, kwargs)
-        if gradient.part is not None and not gradient.trained:
+        if gradient.step.part is not None and not gradient.step.trained:
             gradient.add_call(weight)
-        elif gradient.part is None or gradient.result is not None:
-            self._begin_step()
+        elif gradient.step.part is None or gradient.step.result is not None:
+            self._calls.begin()
             part = Part(weight=weight, samples=round(weight), last=True, total=None)
-            gradient.begin(part, self._start(part))
+            gradient.begin(part, self._calls.start(part))
 
     def _enter(self, micro: MicroBatch) -> None:
         """Begins the micro-batch that the loader has handed out, if it is a new one."""
         gradient = self._gradient
-        if micro.number == self._seen and gradient.part is not None:
+        if micro.number == self._seen and gradient.step.part is not None:
             return
         told = self.weight
         if told is not None and micro.total_weight is None:
@@ -90,8 +103,8 @@ class StepFlow:
         total = micro.total_weight if told is None else None
         part = Part(weight=weight, samples=micro.count, last=micro.last, total=total)
         # Where the loop has left out the first micro-batch, the step begins with another one.
-        first = gradient.part is None or micro.index == 0
-        gradient.begin(part, self._start(part) if first else None)
+        first = gradient.step.part is None or micro.index == 0
+        gradient.begin(part, self._calls.start(part) if first else None)
         self._seen = micro.number
 
     def _size_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -110,10 +123,10 @@ class StepFlow:
     def has_begun(self) -> bool:
         """Whether the step has a gradient, or may have one without more of this replica."""
         gradient = self._gradient
-        if gradient.pending or gradient.part is None:
-            return gradient.pending
+        if gradient.step.pending or gradient.step.part is None:
+            return gradient.step.pending
         # Nothing was trained so far, but micro-batches or other replicas have it to come.
-        elsewhere = not gradient.part.last or self._engine.membership.num_replicas > 1
+        elsewhere = not gradient.step.part.last or self._engine.membership.num_replicas > 1
         return elsewhere and not gradient.returned
 
     def step_waits(self) -> bool:
@@ -124,33 +137,33 @@ class StepFlow:
         Raises:
             RuntimeError: There is no gradient, or it was changed.
         """
-        gradient, micro = self._gradient, self._iterations.micro_batch
-        if gradient.result is not None and gradient.result.skipped:
+        gradient, micro = self._gradient, self._loop.micro_batch
+        if gradient.step.result is not None and gradient.step.result.skipped:
             return True
         left_out = micro is not None and micro.training and micro.number != self._seen
-        if left_out and micro is not None and gradient.part is not None:
+        if left_out and micro is not None and gradient.step.part is not None:
             # Left out before its forward pass.
             self._enter(micro)
-        if gradient.part is None or not self.has_begun():
+        if gradient.step.part is None or not self.has_begun():
             raise RuntimeError(refusals.no_backward(gradient.returned))
-        if not self._knows_scaler and calling_scaler():
+        if self._calls.unknown_scaler():
             raise RuntimeError(
                 "a GradScaler steps this optimizer, and resilin does not know it: its gradients "
                 "would be unscaled before they are complete; pass it as scaler="
             )
         gradient.settle()
-        if gradient.part.last and gradient.result is None:
+        if gradient.step.part.last and gradient.step.result is None:
             gradient.conclude_without_backward()
-        return not gradient.complete
+        return not gradient.step.complete
 
     def gradient_waits(self) -> bool:
         """Whether `zero_grad` would destroy a part of the step.
 
         Once the gradient is complete, `zero_grad` before `optimizer.step` leaves the step.
         """
-        if self._gradient.complete:
-            self._left()
-        return self._gradient.pending
+        if self._gradient.step.complete:
+            self._calls.left()
+        return self._gradient.step.pending
 
     # The end -------------------------------------------------------------------------------
 
@@ -161,7 +174,7 @@ class StepFlow:
 
     def ended(self) -> None:
         """The step is over: made, skipped or left."""
-        micro = self._iterations.micro_batch
+        micro = self._loop.micro_batch
         self._over = None if micro is None else micro.number
 
     def close(self, asked_by: object) -> None:
@@ -176,36 +189,41 @@ class StepFlow:
         Raises:
             RuntimeError: The gradient of the last step is complete, and was not used.
         """
-        iterations, gradient = self._iterations, self._gradient
-        if gradient.complete:
+        gradient = self._gradient
+        if gradient.step.complete:
             raise RuntimeError(refusals.NOT_STEPPED)
-        if gradient.result is not None:
+        if gradient.step.result is not None:
             warnings.warn(refusals.LEFT_BY_ANOTHER, stacklevel=2)
-            self._left()
+            self._calls.left()
             return
-        if asked_by is not None and iterations.current not in (None, asked_by):
+        if asked_by is not None and self._loop.is_elsewhere(asked_by):
             return  # Of nested or zipped loops, another one says what is trained on.
-        micro, replicas = iterations.micro_batch, self._engine.membership.num_replicas
-        if micro is None or not self._left_out(micro) or (replicas == 1 and not gradient.pending):
-            if gradient.pending:
+        micro = self._loop.micro_batch
+        if micro is None or not self._left_out(micro):
+            if gradient.step.pending:
                 warnings.warn(refusals.LEFT, stacklevel=2)
             self.drop()
             self._over = None if micro is None else micro.number
             return
+        membership = self._engine.membership
         warnings.warn(
-            f"replica {self._engine.membership.replica} of {replicas} "
-            "left the last micro-batch of a step "
-            "without a backward pass: no replica makes this step, and its samples do not count",
+            f"replica {membership.replica} of {membership.num_replicas} left the last micro-batch "
+            "of a step without a backward pass: no replica makes this step, and its samples do not "
+            "count",
             stacklevel=2,
         )
         if micro.number != self._seen:
             self._enter(micro)
         gradient.leave()
-        self._left()
+        self._calls.left()
 
     def _left_out(self, micro: MicroBatch) -> bool:
-        """Whether a last micro-batch was handed out to train on, and no step has ended since."""
-        iteration = self._iterations.current
-        at = None if iteration is None else iteration.handed_out_at
-        made = at is not None and self._timeline.clock.steps > at
-        return micro.training and micro.last and micro.number != self._over and not made
+        """Whether a last micro-batch was handed out to train on, and no step has ended since.
+
+        Without a gradient, and without other replicas that wait for one, nothing was left.
+        """
+        if not (micro.training and micro.last):
+            return False
+        if micro.number == self._over or self._loop.committed:
+            return False
+        return self._gradient.step.pending or self._engine.membership.num_replicas > 1

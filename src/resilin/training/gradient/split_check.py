@@ -1,4 +1,4 @@
-"""`check_split`: does the gradient of this loss depend on how its batch is split?
+"""Does the gradient of a loss depend on how its batch is split?
 
 A step that is accumulated, or shared by replicas, is exact for losses that are means over samples.
 Losses that couple samples (contrastive ones, class weights, Dice, BatchNorm) are another loss for
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from resilin.compat.torch_names import Dropout, tree_leaves
 from resilin.core import _validate
 from resilin.training.data.tickets import CannotSplit, split
-from resilin.training.job import current_job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,49 +59,29 @@ class SplitCheck:
         )
 
 
-def check_split(
+def compare_pieces(
+    model: nn.Module,
     loss: Callable[[Any], Tensor],
     batch: Any,
     *,
-    pieces: int = 2,
-    weight: Callable[[Any], Any] | None = None,
-    tolerance: float = 1e-3,
+    pieces: int,
+    weight: Callable[[Any], Any] | None,
+    tolerance: float,
 ) -> SplitCheck:
     """Compares the gradient of a batch in pieces with that of the whole batch.
 
-    Call it once, before or within the training loop; it costs three passes forward and back.
-    It changes nothing: gradients, buffers and random numbers are afterwards what they were. With
-    several replicas each checks its own batch, and all of them have to call it if the model
-    communicates in its forward pass. `nn.Dropout` modules are switched off for the check.
-
-    It assumes that `loss` has no side effects but those, and cannot tell a split that matters
-    for other data. Reentrant gradient checkpointing is an error: it has no `torch.autograd.grad`.
-
     Args:
-        loss: Computes the loss of a collated batch with the `AdaptiveDataParallel` of this job, as
-            the loop does: `lambda batch: F.cross_entropy(model(batch[0]), batch[1])`.
-        batch: A batch as the loader yields it.
+        model: An `AdaptiveDataParallel`.
+        loss: As all the others: see `resilin.check_split`.
+        batch: A collated batch.
         pieces: Into how many pieces of nearly equal size it is split.
-        weight: The weight of a collated batch, as `batch_weight` of the loader; None weighs by
-            samples, or by what the loss says with `model.weight()`.
+        weight: The weight of a collated batch; None weighs by samples, or by `model.weight()`.
         tolerance: The largest relative difference that counts as rounding.
-
-    Returns:
-        The relative difference; `print` it for a sentence.
-
-    Raises:
-        ValueError: The batch cannot be split so.
-        RuntimeError: There is no model, or it is not in training mode.
     """
-    model = current_job().model
-    if model is None:
-        raise RuntimeError("check_split() needs an AdaptiveDataParallel, which was not made yet")
-    if not model.training:
-        raise RuntimeError("check_split() needs the model in training mode: call model.train()")
     _validate.whole("pieces", pieces, at_least=2)
     _validate.real("tolerance", tolerance, above=0)
     parts = _cut(batch, pieces)
-    module: nn.Module = model.module
+    module: Any = model.module
     parameters = [p for p in module.parameters() if p.requires_grad]
     passes = _Passes(model, parameters, loss, weight)
     with _undisturbed(module):

@@ -18,6 +18,22 @@ _PENDING = 16
 """Steps whose events may be unread; older ones are dropped."""
 
 
+class Stopwatch:
+    """Adds up the time that is spent within `with watch:`."""
+
+    __slots__ = ("_started", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """Time so far."""
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._started
+
+
 class _Mark:
     """A moment on a device."""
 

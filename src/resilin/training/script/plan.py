@@ -1,8 +1,14 @@
-"""`plan`: the split of a global batch over the replicas that are present."""
+"""`plan` and `check_split`: the split of a global batch, and whether a loss depends on it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
 from resilin.core.plan import BatchPlan
+from resilin.training.gradient.split_check import SplitCheck, compare_pieces
 from resilin.training.job import current_job
 
 
@@ -49,3 +55,45 @@ def plan(
         min_local_bsz=min_local_bsz,
         gradient_accumulation=gradient_accumulation,
     )
+
+
+def check_split(
+    loss: Callable[[Any], Tensor],
+    batch: Any,
+    *,
+    pieces: int = 2,
+    weight: Callable[[Any], Any] | None = None,
+    tolerance: float = 1e-3,
+) -> SplitCheck:
+    """Compares the gradient of a batch in pieces with that of the whole batch.
+
+    Call it once, before or within the training loop; it costs three passes forward and back.
+    It changes nothing: gradients, buffers and random numbers are afterwards what they were. With
+    several replicas each checks its own batch, and all of them have to call it if the model
+    communicates in its forward pass. `nn.Dropout` modules are switched off for the check.
+
+    It assumes that `loss` has no side effects but those, and cannot tell a split that matters
+    for other data. Reentrant gradient checkpointing is an error: it has no `torch.autograd.grad`.
+
+    Args:
+        loss: Computes the loss of a collated batch with the `AdaptiveDataParallel` of this job, as
+            the loop does: `lambda batch: F.cross_entropy(model(batch[0]), batch[1])`.
+        batch: A batch as the loader yields it.
+        pieces: Into how many pieces of nearly equal size it is split.
+        weight: The weight of a collated batch, as `batch_weight` of the loader; None weighs by
+            samples, or by what the loss says with `model.weight()`.
+        tolerance: The largest relative difference that counts as rounding.
+
+    Returns:
+        The relative difference; `print` it for a sentence.
+
+    Raises:
+        ValueError: The batch cannot be split so.
+        RuntimeError: There is no model, or it is not in training mode.
+    """
+    model = current_job().model
+    if model is None:
+        raise RuntimeError("check_split() needs an AdaptiveDataParallel, which was not made yet")
+    if not model.training:
+        raise RuntimeError("check_split() needs the model in training mode: call model.train()")
+    return compare_pieces(model, loss, batch, pieces=pieces, weight=weight, tolerance=tolerance)
