@@ -38,7 +38,7 @@ class Head:
     samples: float
     """Samples in them."""
     gradients: float
-    """Gradients that were measured by themselves: where replicas are compared, 1 if it has any."""
+    """Gradients that were measured separately: where replicas are compared, 1 if it has any."""
     seconds: float
     """Time that measuring takes."""
     step_seconds: float
@@ -52,7 +52,7 @@ class Head:
     changes: float
     """1 if it has other trained parameters than in the step before."""
     signature: float
-    """Which parameters it trains."""
+    """Hash of the parameters it trains."""
 
 
 _NAMES = tuple(field.name for field in fields(Head))
@@ -88,7 +88,7 @@ class Ballot:
         self._work: dist.Work | None = None
         self._sums: Sums | None = None
         self.sent: Tensor | None = None
-        """What was sent to other replicas in this step, if anything was."""
+        """Numbers that were sent to other replicas in this step, if any were."""
 
     def send(self, head: Head, terms: Tensor | None, group: dist.ProcessGroup | None) -> None:
         """Sends the ballot of this replica. It does not wait for the others.

@@ -9,7 +9,7 @@ from resilin.training.gradient.open_step import OpenStep
 from resilin.training.gradient.parameters import Parameters
 
 _WIDEST = {torch.float16: 2.0}
-"""How many times the new weight the unit of `.grad` may be, so that no conversion overflows."""
+"""Largest ratio of the unit of `.grad` to the new weight, so that no conversion overflows."""
 _WIDE = 2.0**16
 """The same for other types."""
 
@@ -66,7 +66,7 @@ class Accumulation:
             self._unit = weight
 
     def hold(self, share: float) -> None:
-        """Puts the gradient so far aside, so that the next one can be weighed by itself."""
+        """Set the gradient so far aside, so that the next one can be weighted separately."""
         self._share = share
         if not self._views:
             self.held = self._parameters.take_grads()

@@ -258,7 +258,7 @@ class DdpReducer:
         buffer.mul_(self._sum.unit / self._now.divisor)
 
     def _share(self, norms: GroupNorms, like: Tensor) -> Share:
-        """What this replica says of its share, once all of its buckets are sent."""
+        """Report of this replica about its share, once all of its buckets are sent."""
         now, weight = self._now, self._step.own_weight
         if self._step.measure and weight:
             terms = _in_order(now.before) * (now.divisor * now.divisor / weight)

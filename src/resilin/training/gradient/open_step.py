@@ -1,4 +1,4 @@
-"""The record of one step, made anew for each: what a replica has done of it so far."""
+"""The record of one step: each step has its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Share:
     divisor: float
     """Total weight that its gradient was divided by; the same on all replicas."""
     num_gradients: int = 0
-    """Gradients that were measured by themselves; 0 if it has no samples."""
+    """Gradients that were measured separately; 0 if it has no samples."""
     terms: Tensor | None = None
     """Their squared norms per parameter group, each by its weight, added up, in float64.
 
@@ -57,7 +57,7 @@ class OpenStep:
         self._ballot = ballot
         self._sync = sync
         self.start = _IDLE
-        """What was known when it began."""
+        """Facts that were known when it began."""
         self.part: Part | None = None
         """The micro-batch at hand; None before the first one."""
         self.trained = False
@@ -75,7 +75,7 @@ class OpenStep:
         self.changes = False
         """Whether it has other trained parameters than in the step before."""
         self.result: Reduced | None = None
-        """What came of it, once its gradient is complete."""
+        """Outcome of its reduction, once its gradient is complete."""
 
     @property
     def pending(self) -> bool:

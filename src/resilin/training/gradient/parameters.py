@@ -1,4 +1,4 @@
-"""Which parameters a module has, which of them are trained now, and their gradients."""
+"""The parameters of a module, those that are trained now, and their gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Parameters:
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
         self.all: list[Tensor] = list(named.values())
         self.pattern: list[bool] = []
-        """Which of them are trained, as of the last `update`."""
+        """Those that are trained, as of the last `update`."""
         self.trained: list[Tensor] = []
         """Those that are."""
         self.signature = 0

@@ -1,4 +1,4 @@
-"""Which reducer a model gets: the first class in the list that fits it.
+"""The choice of a reducer: the first class in the list that fits the model.
 
 This is where a new one is plugged in; CONTRIBUTING.md shows it from beginning to end.
 """

@@ -63,7 +63,7 @@ class StepGradient:
         place = parameters.all[0].device if parameters.all else torch.device("cpu")
         self._kind = devices.of(place)
         self.sync = SyncTimer(place)
-        """How long steps wait for their reduction."""
+        """Time that steps wait for their reduction."""
         self._reducer: Reducer = attached(self._model, engine.gradient_group(), joined=False)
         self._reset()
 
@@ -222,7 +222,7 @@ class StepGradient:
         step.backwards += 1
         step.fresh = True
         if step.part.last:
-            # DDP has queued its own end by now. Ours goes behind it, where gradients are reduced.
+            # DDP has queued its own end by now. Ours comes after it, when gradients are reduced.
             after_backward(self._conclude_in_backward)
             return
         self._seals.close()
