@@ -96,6 +96,7 @@ def ours(
         training=True,
         moves=False,
         began=job.clock,
+        membership=job.engine.membership,
         owners=Ownership(0, 1),
         position=0,
         data_end=0,
