@@ -44,6 +44,7 @@ PLACES = (
     "training/state/recovery.py",
     "training/state/startup.py",
     "training/state/restore.py",
+    "training/state/transfer.py",
     "training/state/registry.py",
     "training/state/snapshot.py",
     "training/state/shards.py",

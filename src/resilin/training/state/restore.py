@@ -10,18 +10,15 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from resilin.core.recovery import Held, candidates, next_generation
 from resilin.engine.base import Engine
 from resilin.engine.collectives import State
 from resilin.training.state.checkpoint import Checkpoints
 from resilin.training.state.memory import MemoryCopies
+from resilin.training.state.placement import Split, Wanted, is_covered
 from resilin.training.state.registry import Registry
 from resilin.training.state.replica_parts import OwnState, add_up, gathered
-from resilin.training.state.shards import Held as HeldTensor
-from resilin.training.state.shards import all_whole, shares, whole_pieces
+from resilin.training.state.shards import all_whole
 from resilin.training.state.snapshot import Json, Snapshot, Version
 
 logger = logging.getLogger("resilin")
@@ -40,6 +37,8 @@ class Content(NamedTuple):
     """Replicas whose own state is there."""
     empty: Collection[int] = ()
     """Those of `owners` whose own state is empty."""
+    split: Mapping[str, Split] = {}
+    """Tensors that are split over the processes, with the pieces that are there."""
 
     def held(self, version: Version, num_replicas: int) -> Held:
         """The same as the record that decides which state wins.
@@ -66,6 +65,7 @@ class Content(NamedTuple):
             "sums": [[replica, dict(sums)] for replica, sums in self.sums.items()],
             "owners": sorted(self.owners),
             "empty": sorted(self.empty),
+            "split": {name: split.to_json() for name, split in self.split.items()},
         }
 
     @classmethod
@@ -78,6 +78,7 @@ class Content(NamedTuple):
             sums=dict(state["sums"]),
             owners=set(state["owners"]),
             empty=set(state["empty"]),
+            split={name: Split.from_json(each) for name, each in state["split"].items()},
         )
 
 
@@ -93,9 +94,19 @@ class Newest(NamedTuple):
 
 
 def newest_state(
-    engine: Engine, memory: MemoryCopies | None, checkpoints: Checkpoints | None
+    engine: Engine,
+    memory: MemoryCopies | None,
+    checkpoints: Checkpoints | None,
+    *,
+    wanted: Wanted | None = None,
 ) -> Newest:
     """Find the latest state that any replica can find. Collective.
+
+    Args:
+        engine: Who is in the job.
+        memory: The copies of this host.
+        checkpoints: Those of the job.
+        wanted: The pieces that this process needs of split tensors; it gets the others whole.
 
     Raises:
         CheckpointError: There are checkpoints, and none can be read.
@@ -112,6 +123,7 @@ def newest_state(
                 memory.sums(v),
                 memory.owners(v),
                 memory.without_own(v),
+                memory.split(v),
             )
             for v in memory.versions()
         }
@@ -132,7 +144,15 @@ def newest_state(
         {Version.from_json(v): Content.from_json(content) for v, content in said["here"]}
         for said in everyone
     ]
-    held = [c.held(v, engine.membership.num_replicas) for each in contents for v, c in each.items()]
+    versions = {v for each in contents for v in each}
+    # A copy whose pieces are not the whole, on all hosts together, is none.
+    covered = {v for v in versions if is_covered([c[v].split for c in contents if v in c])}
+    held = [
+        content.held(v, engine.membership.num_replicas)
+        for each in contents
+        for v, content in each.items()
+        if v in covered
+    ]
     order = candidates(held, saved)
     for index, candidate in enumerate(order):
         if candidate.source == "checkpoint":
@@ -141,11 +161,13 @@ def newest_state(
                 continue
             # All of them down to the next copy in memory, which wins over older checkpoints.
             copies = (each.version for each in order[index:] if each.source == "memory")
-            snapshot = checkpoints.newest(engine.group("control"), at_least=next(copies, None))
+            snapshot = checkpoints.newest(
+                engine.group("control"), at_least=next(copies, None), wanted=wanted
+            )
             if snapshot is not None:
                 return Newest(snapshot, "checkpoint", generation)
             continue
-        snapshot = _from_memory(engine, memory, candidate.version)
+        snapshot = _from_memory(engine, memory, candidate.version, wanted)
         if snapshot is None:
             continue
         found = [each.get(candidate.version) for each in contents]
@@ -159,7 +181,8 @@ def newest_state(
         return Newest(snapshot, "memory", generation)
     if checkpoints is None:
         return Newest(None, "", generation)
-    return Newest(checkpoints.newest(engine.group("control")), "checkpoint", generation)
+    snapshot = checkpoints.newest(engine.group("control"), wanted=wanted)
+    return Newest(snapshot, "checkpoint", generation)
 
 
 def gather_parts(engine: Engine, registry: Registry, snapshot: Snapshot) -> None:
@@ -234,7 +257,9 @@ def _gather_own(engine: Engine, here: Mapping[int, OwnState]) -> list[dict[int, 
     ]
 
 
-def _from_memory(engine: Engine, memory: MemoryCopies | None, version: Version) -> Snapshot | None:
+def _from_memory(
+    engine: Engine, memory: MemoryCopies | None, version: Version, wanted: Wanted | None
+) -> Snapshot | None:
     """A state that some host has in memory, on all replicas; None if it has gone."""
     mine: Snapshot | None = None
     if memory is not None and version in memory.versions():
@@ -242,29 +267,4 @@ def _from_memory(engine: Engine, memory: MemoryCopies | None, version: Version) 
             mine = memory.read(version)
         except LookupError as error:
             logger.warning("%s", error)
-    holders = [replica for replica, has in enumerate(engine.gather(mine is not None)) if has]
-    if not holders:
-        return None
-    if len(holders) == engine.membership.num_processes:
-        return mine
-    outline = None
-    if mine is not None:
-        # Of each tensor a place for its content: the type and the shape.
-        outline = [mine.tree, {name: _outline(tensor) for name, tensor in mine.tensors.items()}]
-    tree, table = engine.broadcast(outline, source=holders[0])
-    if mine is None:
-        empty = {name: _place(*each) for name, each in table.items()}
-        mine = Snapshot(version, tree, dict(empty))
-    dealt = shares(mine.tensors, len(holders))
-    owners = {name: holders[i] for i, names in enumerate(dealt) for name in names}
-    whole = {name: tensor for (name, _), tensor in whole_pieces(mine.tensors, owners).items()}
-    engine.collectives().fill(whole, owners)
-    return mine
-
-
-def _outline(tensor: HeldTensor) -> Json:
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-
-
-def _place(dtype: str, shape: Sequence[int]) -> Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype))
+    return transfer(engine, mine, version, wanted)

@@ -162,7 +162,7 @@ def test_one_save_is_in_flight_and_host_memory_is_used_again(tmp_path):
     assert_same(checkpoints.newest(), snapshot(step=2, seed=2))
     smaller = Snapshot(Version(0, 3), {}, {"state.scalar": torch.zeros(2)})
     checkpoints.save(smaller)
-    assert list(checkpoints._stage._buffers) == ["state.scalar"]
+    assert list(checkpoints._stage._buffers) == [("state.scalar", None)]
     assert_same(checkpoints.newest(), smaller)
 
 
@@ -466,10 +466,10 @@ def test_a_format_that_is_too_new_is_refused_on_all_replicas(shared_path):
     newer = checkpoints.save(snapshot(step=2), group)
     dist.barrier()
     if dist.get_rank() == 0:
-        recommit(Path(newer.path), format=2)
+        recommit(Path(newer.path), format=3)
     dist.barrier()
     for refused in (lambda: checkpoints.newest(group), checkpoints.commits):
-        with pytest.raises(ValueError, match=r"has format 2, .* reads formats up to 1"):
+        with pytest.raises(ValueError, match=r"has format 3, .* reads formats up to 2"):
             refused()
     # It is not ours to remove, either.
     Checkpoints(shared_path, keep=1).save(snapshot(step=3), group)
