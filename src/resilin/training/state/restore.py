@@ -20,6 +20,7 @@ from resilin.training.state.registry import Registry
 from resilin.training.state.replica_parts import OwnState, add_up, gathered
 from resilin.training.state.shards import all_whole
 from resilin.training.state.snapshot import Json, Snapshot, Version
+from resilin.training.state.transfer import transfer
 
 logger = logging.getLogger("resilin")
 
