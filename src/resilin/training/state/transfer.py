@@ -1,4 +1,4 @@
-"""How state gets from the processes that hold it to those that lack it.
+"""Transfer of state from the processes that hold it to those that lack it.
 
 Whole tensors are held by every process of a host that has a copy; each holder sends a share of
 them. Pieces of split tensors are sent by the first process that holds them, and each process keeps
@@ -36,7 +36,7 @@ def transfer(
         ValueError: The pieces of a tensor that all processes hold together are not enough.
     """
     pieces = {} if mine is None else _pieces(mine)
-    # Pieces have names and placements, whole tensors do not: nothing is said of them here.
+    # Only pieces are listed here: they have names and placements, whole tensors do not.
     rows = [[name, _dtype(data), p.shape, p.offsets, p.sizes] for (name, p), data in pieces.items()]
     everyone: list[Json] = engine.gather([mine is not None, rows])
     holders = [process for process, (has, _) in enumerate(everyone) if has]
