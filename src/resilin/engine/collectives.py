@@ -151,29 +151,32 @@ class Collectives:
 
     # Calls with one outcome for all --------------------------------------------------------
 
-    def attempt(self, function: Callable[[], T]) -> Outcome[T]:
+    @classmethod
+    def attempt(cls, function: Callable[[], T]) -> Outcome[T]:
         """Calls a function here, and holds what became of it."""
         try:
             return Outcome(function())
         except Exception as error:
-            for kind, cls in self.kinds.items():
-                if isinstance(error, cls):
+            for kind, known in cls.kinds.items():
+                if isinstance(error, known):
                     return Outcome(None, kind, str(error))
-            if isinstance(error, self.failure):
-                return Outcome(None, self.failure.__name__, str(error))
-            return Outcome(None, self.failure.__name__, f"{type(error).__name__}: {error}")
+            if isinstance(error, cls.failure):
+                return Outcome(None, cls.failure.__name__, str(error))
+            return Outcome(None, cls.failure.__name__, f"{type(error).__name__}: {error}")
 
-    def value(self, outcome: Outcome[T]) -> T:
+    @classmethod
+    def value(cls, outcome: Outcome[T]) -> T:
         """The value of an outcome.
 
         Raises:
             Exception: The call failed; one of `kinds`, or `failure`.
         """
         if outcome.kind is not None:
-            raise self._error(outcome.kind, outcome.text)
+            raise cls._error(outcome.kind, outcome.text)
         return outcome.value  # type: ignore[return-value]
 
-    def values(self, outcomes: Sequence[Outcome[T]]) -> list[T]:
+    @classmethod
+    def values(cls, outcomes: Sequence[Outcome[T]]) -> list[T]:
         """The values of all processes.
 
         Raises:
@@ -183,11 +186,12 @@ class Collectives:
         if failed:
             kinds = {each.kind for _, each in failed}
             text = "; ".join(f"replica {number}: {each.text}" for number, each in failed)
-            raise self._error(kinds.pop() if len(kinds) == 1 else None, text)
+            raise cls._error(kinds.pop() if len(kinds) == 1 else None, text)
         return [each.value for each in outcomes]  # type: ignore[misc]
 
-    def _error(self, kind: str | None, text: str) -> Exception:
-        return self.kinds.get(kind or "", self.failure)(text)
+    @classmethod
+    def _error(cls, kind: str | None, text: str) -> Exception:
+        return cls.kinds.get(kind or "", cls.failure)(text)
 
     def outcomes(self, function: Callable[[], T], wire: Wire[T] = PLAIN) -> list[Outcome[T]]:
         """Calls a function on every process; the outcomes are known to the first one only."""

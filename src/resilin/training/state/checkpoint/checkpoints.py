@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from resilin.engine.collectives import Wire
 from resilin.training.state.checkpoint import saver
 from resilin.training.state.checkpoint.catalogue import clear, scan
-from resilin.training.state.checkpoint.commit import Commit
+from resilin.training.state.checkpoint.commit import COMMIT, Commit
 from resilin.training.state.checkpoint.errors import CorruptCheckpoint
 from resilin.training.state.checkpoint.peers import Peers
 from resilin.training.state.checkpoint.reader import read
@@ -100,7 +101,7 @@ class Checkpoints:
         began = time.monotonic()
         try:
             commit = saver.save(self._storage, task, peers)
-            if peers.rank == 0:
+            if peers.process == 0:
                 clear(self._storage, commit, keep=self._keep, keep_every=self._keep_every)
             self._outcome = commit
         except Exception as error:
@@ -203,7 +204,7 @@ class Checkpoints:
             CheckpointError: Storage or a replica failed.
             ValueError: One has a format that only a newer resilin can read.
         """
-        commits, problems = Peers(group).lead(self._readable)
+        commits, problems = Peers(group).lead(self._readable, _READABLE)
         for commit in commits:
             if at_least is not None and commit.version < at_least:
                 break
@@ -215,3 +216,9 @@ class Checkpoints:
         if problems and at_least is None:
             raise CorruptCheckpoint(f"no checkpoint is whole: {'; '.join(problems)}")
         return None
+
+
+_READABLE: Wire[tuple[list[Commit], list[str]]] = Wire(
+    lambda found: [[COMMIT.to_json(each) for each in found[0]], found[1]],
+    lambda state: ([COMMIT.from_json(each) for each in state[0]], state[1]),
+)

@@ -16,12 +16,13 @@ import re
 import secrets
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from resilin import __version__
+from resilin.engine.collectives import Wire
 from resilin.training.state.checkpoint.errors import CorruptCheckpoint
 from resilin.training.state.placement import Placement, Sizes, check_split
 from resilin.training.state.snapshot import Json, Version
@@ -138,6 +139,17 @@ def encode(commit: Commit) -> bytes:
         allow_nan=False,
     ).encode()
     return b'{"crc32": "%08x", "commit": %s}\n' % (zlib.crc32(body), body)
+
+
+def to_json(commit: Commit) -> Json:
+    """A commit as other processes of the job are told of it."""
+    return [commit.version.to_json(), commit.name, commit.path, encode(commit).decode()]
+
+
+def from_json(state: Json) -> Commit:
+    """The reverse of `to_json`."""
+    version, name, path, text = state
+    return replace(decode(text.encode(), name, path), version=Version.from_json(version))
 
 
 def _encoded(pieces: Sequence[Entry]) -> Json:
@@ -266,3 +278,7 @@ def _whole(value: Any, at_least: int = 0) -> int:
     if type(value) is not int or value < at_least:
         raise ValueError(f"a whole number of at least {at_least} expected, found {value!r}")
     return value
+
+
+COMMIT: Wire[Commit] = Wire(to_json, from_json)
+"""How processes tell each other of a commit."""

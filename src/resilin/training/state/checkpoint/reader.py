@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import IO
 
 import torch
@@ -25,8 +25,6 @@ from resilin.training.state.shards import Assembly, Held
 
 _BLOCK = 1 << 22
 """Bytes read at once where they are only summed up."""
-_PACK = 1 << 24
-"""Tensors are sent together up to so many bytes: each sending has a cost of its own."""
 
 
 def read(
@@ -50,7 +48,7 @@ def read(
     mine: dict[Piece, Tensor] = {}
 
     def read_mine() -> str:
-        for file in readers[peers.rank]:
+        for file in readers[peers.process]:
             mine.update(read_file(storage, commit, file))
         return commit.name
 
@@ -61,13 +59,12 @@ def read(
     for source, files in enumerate(readers):
         pieces = []
         for name, entry in _entries(commit, files):
-            if source == peers.rank:
+            if source == peers.process:
                 data = mine.pop((name, entry.placement))
             else:
                 data = torch.empty(entry.sizes, dtype=entry.torch_dtype)
             pieces.append((name, entry.placement, data))
-        if peers.num > 1:
-            _send([data for _, _, data in pieces], source, peers)
+        peers.send([data for _, _, data in pieces], source)
         for piece in pieces:
             assembly.add(*piece)
     found = assembly.result()
@@ -149,32 +146,3 @@ def _tensor(data: bytes, entry: Entry) -> Tensor:
     if (found := tensor.untyped_storage().nbytes()) != entry.num_bytes:
         raise ValueError(f"a storage of {entry.num_bytes} bytes expected, found {found}")
     return tensor.detach().contiguous()
-
-
-def _send(tensors: Sequence[Tensor], source: int, peers: Peers) -> None:
-    """Fills these tensors from those of one replica; as bytes, for which every dtype is good."""
-    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
-    for pack in _packs(flat):
-        if len(pack) == 1:
-            peers.broadcast(pack[0], source)
-            continue
-        packed = torch.cat(pack)
-        peers.broadcast(packed, source)
-        if source != peers.rank:
-            for mine, sent in zip(
-                pack, torch.split(packed, [len(each) for each in pack]), strict=True
-            ):
-                mine.copy_(sent)
-
-
-def _packs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    pack: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if pack and size + tensor.nbytes > _PACK:
-            yield pack
-            pack, size = [], 0
-        pack.append(tensor)
-        size += tensor.nbytes
-    if pack:
-        yield pack

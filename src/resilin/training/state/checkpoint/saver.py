@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from resilin.engine.collectives import Outcome
 from resilin.training.state.checkpoint.catalogue import remove
 from resilin.training.state.checkpoint.commit import (
+    COMMIT,
     COMMIT_FILE,
     METADATA_FILE,
     Commit,
@@ -22,9 +24,15 @@ from resilin.training.state.checkpoint.commit import (
     encode,
 )
 from resilin.training.state.checkpoint.errors import CheckpointError
-from resilin.training.state.checkpoint.peers import Outcome, Peers, attempt, values
+from resilin.training.state.checkpoint.peers import Peers
 from resilin.training.state.checkpoint.storage import Storage
-from resilin.training.state.checkpoint.writer import Stage, Written, write_metadata, write_share
+from resilin.training.state.checkpoint.writer import (
+    WRITTEN,
+    Stage,
+    Written,
+    write_metadata,
+    write_share,
+)
 from resilin.training.state.placement import Piece, Placement, check_split
 from resilin.training.state.shards import Sharded, own_pieces, shares, whole_pieces
 from resilin.training.state.snapshot import Json, Snapshot, Version
@@ -59,13 +67,13 @@ class Task:
             names=list(tensors),
             layout=zlib.crc32(repr(sorted(layout)).encode()),
             # Memory may lack on one process alone. The others are told, and do not wait for it.
-            share=attempt(lambda: stage.copy(_written_by(snapshot, peers))),
+            share=Peers.attempt(lambda: stage.copy(_written_by(snapshot, peers))),
         )
 
 
 def _written_by(snapshot: Snapshot, peers: Peers) -> dict[Piece, Tensor]:
     """The whole tensors that are dealt to this process, and the pieces that it holds."""
-    dealt = shares(snapshot.tensors, peers.num)[peers.rank]
+    dealt = shares(snapshot.tensors, peers.num)[peers.process]
     return whole_pieces(snapshot.tensors, dealt) | dict(own_pieces(snapshot.tensors))
 
 
@@ -75,9 +83,10 @@ def save(storage: Storage, task: Task, peers: Peers) -> Commit:
     Raises:
         CheckpointError: It failed on some replica; raised on all of them.
     """
-    name, version, layout = peers.lead(
-        lambda: (attempt_name(task.version), task.version, task.layout)
+    agreed: Json = peers.lead(
+        lambda: [attempt_name(task.version), task.version.to_json(), task.layout]
     )
+    name, version, layout = str(agreed[0]), Version.from_json(agreed[1]), int(agreed[2])
 
     def write() -> Written:
         if (task.version, task.layout) != (version, layout):
@@ -85,7 +94,8 @@ def save(storage: Storage, task: Task, peers: Peers) -> Commit:
                 f"it saves {task.version} with tensors {task.layout:08x}, while replica 0 saves "
                 f"{version} with tensors {layout:08x}: these must be the same"
             )
-        return write_share(storage, name, peers.rank, values([task.share])[0])
+        share = Peers.value(task.share)
+        return write_share(storage, name, peers.process, share)
 
     settled = False
 
@@ -93,17 +103,17 @@ def save(storage: Storage, task: Task, peers: Peers) -> Commit:
         nonlocal settled
         settled = True
         try:
-            return _commit(storage, task, name, values(outcomes))
+            return _commit(storage, task, name, Peers.values(outcomes))
         except BaseException:
             # Before the others hear of it: all have stopped writing, and none looks yet.
             remove(storage, name)
             raise
 
     try:
-        outcomes = peers.gather(write)
-        return peers.lead(commit_all)
+        outcomes = peers.outcomes(write, WRITTEN)
+        return peers.lead(commit_all, COMMIT)
     except Exception as error:
-        if peers.rank == 0 and not settled:
+        if peers.process == 0 and not settled:
             # A replica was lost. Had it been lost later, the commit would stay: it is whole.
             remove(storage, name)
         raise CheckpointError(
@@ -149,7 +159,7 @@ def _tensors(names: list[str], parts: list[Written]) -> dict[str, tuple[Entry, .
 
 def _check_seen(storage: Storage, name: str, file: str, size: int) -> None:
     """A place that is not the same for all machines is found now, not when it is needed."""
-    found = attempt(lambda: storage.size(name, file))
+    found = Peers.attempt(lambda: storage.size(name, file))
     if found.value != size:
         raise CheckpointError(
             f"{file} was written with {size} bytes, and replica 0 finds "

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from resilin.compat.torch_names import make_place
 from resilin.engine import devices
+from resilin.engine.collectives import Json, Wire
 from resilin.training.state.checkpoint.commit import METADATA_FILE, Entry, FileSum
 from resilin.training.state.checkpoint.storage import Storage
 from resilin.training.state.placement import Piece, Placement
@@ -69,6 +70,30 @@ class Written:
     """Names of tensors, and where pieces of them are."""
     files: dict[str, FileSum] = field(default_factory=dict)
     """The files; none for an empty share."""
+
+    def to_json(self) -> Json:
+        """The report as JSON."""
+        entries = []
+        for name, e in self.entries:
+            place = [e.placement.shape, e.placement.offsets, e.placement.sizes]
+            entries.append([name, e.dtype, place, [e.file, e.offset, e.length]])
+        return [entries, {name: [its.size, its.crc32] for name, its in self.files.items()}]
+
+    @classmethod
+    def from_json(cls, state: Json) -> Written:
+        """The reverse of `to_json`."""
+        entries, files = state
+        return cls(
+            [
+                (name, Entry(dtype, Placement(*map(tuple, place)), *where))
+                for name, dtype, place, where in entries
+            ],
+            {name: FileSum(*its) for name, its in files.items()},
+        )
+
+
+WRITTEN: Wire[Written] = Wire(Written.to_json, Written.from_json)
+"""How processes report what they have written."""
 
 
 def write_share(
