@@ -13,7 +13,7 @@ from resilin.core import BatchTrace, Schedule
 from resilin.core.membership import Membership
 from resilin.core.stream import Ownership, SampleStream
 from resilin.training.data.cursor import Cursor
-from resilin.training.data.tickets import CannotSplit, split
+from resilin.training.data.tickets import CannotResize, split
 from tests.replicas import gathered, num_replicas, replica
 
 N = 203
@@ -314,7 +314,7 @@ def test_splitting():
     assert first["b"][0] == ("x", "y")
     assert rest["b"][1].tolist() == [2]
     for whole in (torch.tensor(3), torch.arange(4), {"n": 3}, ["a"], [], object()):
-        with pytest.raises(CannotSplit):
+        with pytest.raises(CannotResize):
             split(whole, 2, 3)
 
 

@@ -17,6 +17,8 @@ from operator import attrgetter
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from resilin.core.noise import noise_scale
+
 VERSION = 1
 """Version of the schema. Readers reject a higher one."""
 
@@ -119,10 +121,10 @@ class StepEvent(Event):
     @property
     def noise_scale(self) -> float | None:
         """The batch size at which noise and signal of the gradient are equal, if it is known."""
-        # An estimate of a squared norm may be 0 or less: then the ratio has no meaning.
-        if self.trace is None or self.sqr_norm is None or not self.sqr_norm > 0:
+        if self.trace is None or self.sqr_norm is None:
             return None
-        return self.trace / self.sqr_norm
+        scale = float(noise_scale(self.sqr_norm, self.trace))
+        return None if math.isnan(scale) else scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +139,7 @@ class MetricsEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One batch size that was considered in a decision."""
+    """One way to run the next steps that was considered in a decision."""
 
     batch_size: int
     """Global batch size."""

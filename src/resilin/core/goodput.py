@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from resilin.core import _validate
+from resilin.core.events import Candidate
 from resilin.core.noise import Noise
 from resilin.core.plan import BatchBounds, BatchPlan, PlanError
 from resilin.core.throughput import Floats, ThroughputModel
@@ -54,21 +55,6 @@ def goodput(
     )
     samples = count * local * steps
     return samples * efficiency(noise, samples, reference) / seconds
-
-
-class Candidate(NamedTuple):
-    """One way to run the next steps, with its predicted goodput."""
-
-    global_batch_size: int
-    """Samples in the step, over all replicas."""
-    local_bsz: int
-    """Largest micro-batch of the plan."""
-    accumulation_steps: int
-    """Micro-batches per replica."""
-    step_seconds: float
-    """Predicted seconds of a step."""
-    goodput: float
-    """Predicted reference samples per second."""
 
 
 class Choice(NamedTuple):
@@ -113,7 +99,7 @@ def best_plan(
     """
     bounds.check_replicas(replicas)
     table = _candidates(model, noise, reference, bounds, [hosts], [replicas], min_batch_size)
-    sizes, local, steps, seconds, values = (column[0] for column in table)
+    sizes, local, steps, values = (column[0] for column in table)
     if not values.any():
         raise PlanError(
             f"no global batch from {sizes.min():.0f} to {sizes.max():.0f} can be split over "
@@ -121,12 +107,17 @@ def best_plan(
         )
     _, first = np.unique(sizes, return_index=True)
     candidates = tuple(
-        Candidate(int(sizes[i]), int(local[i]), int(steps[i]), float(seconds[i]), float(values[i]))
+        Candidate(
+            batch_size=int(sizes[i]),
+            local_bsz=int(local[i]),
+            accumulation_steps=int(steps[i]),
+            goodput=float(values[i]),
+        )
         for i in first
         if values[i] > 0
     )
     best = max(candidates, key=lambda candidate: candidate.goodput)
-    return Choice(bounds.plan(best.global_batch_size, replicas), best.goodput, candidates)
+    return Choice(bounds.plan(best.batch_size, replicas), best.goodput, candidates)
 
 
 def best_goodput(
@@ -146,28 +137,6 @@ def best_goodput(
     return np.asarray(values.max(axis=1).reshape(counts.shape))
 
 
-def speedup(
-    model: ThroughputModel,
-    noise: Noise | None,
-    reference: float,
-    bounds: BatchBounds,
-    hosts: ArrayLike,
-    replicas: ArrayLike,
-    *,
-    min_batch_size: int | None = None,
-) -> Floats:
-    """Best goodput over the best goodput of one replica, for each entry; 0 where there is no plan.
-
-    Raises:
-        PlanError: One replica cannot run any allowed batch; compare `best_goodput` instead.
-    """
-    one = best_plan(model, noise, reference, bounds, 1, 1, min_batch_size=min_batch_size)
-    many = best_goodput(
-        model, noise, reference, bounds, hosts, replicas, min_batch_size=min_batch_size
-    )
-    return many / one.goodput
-
-
 def _candidates(
     model: ThroughputModel,
     noise: Noise | None,
@@ -176,8 +145,8 @@ def _candidates(
     hosts: ArrayLike,
     replicas: ArrayLike,
     min_batch_size: int | None,
-) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-    """Batch size, micro-batch, steps, seconds and goodput: a row per placement; 0 is impossible."""
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """Batch size, micro-batch, steps and goodput: a row per placement; 0 is impossible."""
     host = np.asarray(hosts, np.float64)[:, None]
     count = np.asarray(replicas, np.float64)[:, None]
     if not (count >= 1).all():
@@ -211,4 +180,4 @@ def _candidates(
         possible &= steps == 1
     seconds = model.step_seconds(host, count, local, steps)
     value = sizes * efficiency(noise, sizes, reference) / seconds
-    return sizes, local, steps, seconds, np.where(possible, value, 0.0)
+    return sizes, local, steps, np.where(possible, value, 0.0)

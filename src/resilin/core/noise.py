@@ -39,9 +39,9 @@ class Noise:
     @property
     def phi(self) -> float:
         """The noise scale `trace / sqr_norm`: the batch size at which noise equals signal."""
-        if self.sqr_norm == 0:
-            return math.inf if self.trace else math.nan
-        return self.trace / self.sqr_norm
+        if self.sqr_norm == 0 and self.trace:
+            return math.inf
+        return float(noise_scale(self.sqr_norm, self.trace))
 
     def efficiency(self, batch_size: ArrayLike, reference: float) -> NDArray[np.float64]:
         """Progress per sample at `batch_size`, relative to the reference batch.
@@ -70,6 +70,17 @@ class Noise:
     def __add__(self, other: Noise) -> Noise:
         """Noise of two parameter groups taken together: squared norms and traces add up."""
         return Noise(self.sqr_norm + other.sqr_norm, self.trace + other.trace)
+
+
+def noise_scale(sqr_norm: ArrayLike, trace: ArrayLike) -> NDArray[np.float64]:
+    """The noise scale `trace / sqr_norm` of estimates, for each entry.
+
+    NaN without an estimate of both, and where the squared norm, which is estimated, is not above 0:
+    then there is no signal to compare with.
+    """
+    norm = np.asarray(sqr_norm, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        return np.asarray(np.asarray(trace) / np.where(norm > 0, norm, np.nan))
 
 
 def gain(noise: Noise | None, batch_size: float, reference: float) -> float:
@@ -186,32 +197,6 @@ def from_sums(
         trace=trace,
         batch_size=batch_size,
         dof=dof,
-    )
-
-
-def from_consecutive(
-    sizes: tuple[float, float], inner_product: float, difference_sqr_norm: float
-) -> NoiseSample:
-    """Estimates noise from the whole gradients of two consecutive steps. Biased; a last resort.
-
-    It needs no split step, but assumes that the parameters did not change in between. With
-    learning rate lr and Hessian H the expectation of `sqr_norm` is lower than the truth by
-    about `lr * (G'HG + tr(H Sigma) / B)`; at the stationary point of SGD that makes it the
-    negative of the truth, the average clips to 0, and the gain becomes the scale. Prefer
-    splitting an occasional step in two (`from_micro_batches`).
-
-    Args:
-        sizes: Samples in the earlier and in the later batch.
-        inner_product: Inner product of the two gradients.
-        difference_sqr_norm: Squared norm of their difference.
-    """
-    first, second = sizes
-    _validate.real("sizes", min(sizes), above=0)
-    return NoiseSample(
-        sqr_norm=inner_product,
-        trace=difference_sqr_norm / (1 / first + 1 / second),
-        batch_size=first + second,
-        dof=1,
     )
 
 

@@ -60,7 +60,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Step times seen so far. A value: `observe` and `merge` return the next one.
+    """Step times seen so far. A value: `observe` returns the next one.
 
     Examples:
         >>> profile = StepProfile()
@@ -116,22 +116,6 @@ class StepProfile:
         )
         return max(sizes, default=0.0)
 
-    def merge(self, other: StepProfile) -> StepProfile:
-        """Both profiles combined, at the later of their clocks; the order does not matter.
-
-        Ages are kept: a measurement from three steps before the end of one profile is three steps
-        old in the merged one.
-        """
-        now = max(self.clock, other.clock)
-        windows: dict[Key, tuple[Measured, ...]] = {}
-        for profile in (self, other):
-            late = now - profile.clock
-            for key, window in profile.windows.items():
-                moved = (item._replace(at=item.at + late) for item in window)
-                windows[key] = (*windows.get(key, ()), *moved)
-        recent = {key: tuple(sorted(windows[key], key=_order)[-WINDOW:]) for key in sorted(windows)}
-        return StepProfile(now, _bounded(recent, now))
-
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint; JSON-compatible."""
         windows = [
@@ -175,12 +159,6 @@ def _read(key: Key, item: Iterable[Any], clock: float) -> Measured:
         weight=weight,
     )
     return Measured(float(at), checked.compute_seconds, checked.sync_seconds, checked.weight)
-
-
-def _order(item: Measured) -> tuple[float, float, float, float]:
-    # A total order, so that it does not matter which profile a measurement came from.
-    wait = -1.0 if item.sync_seconds is None else item.sync_seconds
-    return (item.at, item.compute_seconds, wait, item.weight)
 
 
 def _median_wait(window: tuple[Measured, ...]) -> float | None:

@@ -7,10 +7,11 @@ it, and the simulator in `tests/protocol` runs the same functions over random hi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
+
+from resilin.core import time_share
 
 Source = Literal["memory", "checkpoint"]
 """Storage of a state."""
@@ -65,7 +66,7 @@ def keep_interval(keep_seconds: float, step_seconds: float, share: float) -> int
     """
     if not step_seconds > 0:
         return 1
-    return max(1, math.ceil(keep_seconds / step_seconds / share))
+    return time_share.interval(keep_seconds / step_seconds, share)
 
 
 def is_kept(step: int, interval: int, *, stopping: bool) -> bool:

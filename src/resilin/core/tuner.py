@@ -29,19 +29,21 @@ horizon, and hysteresis covers its remaining fluctuations.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
 
 from resilin.core import _validate
 from resilin.core._solver import Steps
+from resilin.core.events import Candidate
 from resilin.core.fit import Fitted, StepTime, fit
-from resilin.core.goodput import Candidate, best_plan, efficiency
+from resilin.core.goodput import best_plan, efficiency
 from resilin.core.noise import Noise
 from resilin.core.plan import BatchBounds
 from resilin.core.profile import StepProfile
 from resilin.core.throughput import Floats, SyncShape, ThroughputModel
+from resilin.core.time_share import is_within
 
 CONFIDENCE = 0.9
 """Probability that a bound of the gain holds, on its side."""
@@ -142,11 +144,11 @@ class Tuner:
         grid = self._candidates(fitted.model, noise, hosts, replicas)
         allowed = self._allowed(batch_size, replicas, grid)
         here = [time for time in seen if (time.hosts, time.replicas) == (hosts, replicas)]
-        ceiling = self._ceiling(profile, noise, replicas, allowed, grid[0].global_batch_size)
+        ceiling = self._ceiling(profile, noise, replicas, allowed, grid[0].batch_size)
         table = self._within(grid, allowed, replicas, ceiling)
         curve = _Curve.of(fitted, here, hosts, replicas, table)
         compared = self._compared(table, curve, noise)
-        current = [item.global_batch_size for item in compared].index(allowed)
+        current = [item.batch_size for item in compared].index(allowed)
         gain, spread = _gains(compared, curve, current)
         width = NormalDist().inv_cdf(CONFIDENCE)
         choice = self._choose(compared, gain, width * spread, current, explored)
@@ -177,7 +179,7 @@ class Tuner:
 
     def _allowed(self, size: int, replicas: int, table: tuple[Candidate, ...]) -> int:
         """`size`, or the nearest batch that the bounds allow."""
-        sizes = [item.global_batch_size for item in table]
+        sizes = [item.batch_size for item in table]
         if sizes[0] <= size <= sizes[-1] and self.bounds.possible_replicas(size, [replicas]):
             return size
         return min(sizes, key=lambda other: abs(math.log(other / size)))
@@ -195,21 +197,26 @@ class Tuner:
         self, table: tuple[Candidate, ...], current: int, replicas: int, ceiling: float
     ) -> list[Candidate]:
         """The candidates up to the ceiling, always including the current batch."""
-        kept = {item.global_batch_size: item for item in table if item.global_batch_size <= ceiling}
+        kept = {item.batch_size: item for item in table if item.batch_size <= ceiling}
         plan = self.bounds.plan(current, replicas)
-        kept[current] = Candidate(current, plan.batch_size, plan.steps, 0.0, 0.0)
+        kept[current] = Candidate(
+            batch_size=current,
+            local_bsz=plan.batch_size,
+            accumulation_steps=plan.steps,
+            goodput=0.0,
+        )
         return [kept[size] for size in sorted(kept)]
 
     def _compared(
         self, table: list[Candidate], curve: _Curve, noise: Noise | None
     ) -> tuple[Candidate, ...]:
-        """The candidates with the step times of the curve."""
-        sizes = np.array([item.global_batch_size for item in table], np.float64)
+        """The candidates with their goodput by the step times of the curve."""
+        sizes = np.array([item.batch_size for item in table], np.float64)
         seconds = np.exp(curve.log_seconds)
         goodput = sizes * efficiency(noise, sizes, self.reference) / seconds
         return tuple(
-            item._replace(step_seconds=time, goodput=value)
-            for item, time, value in zip(table, seconds.tolist(), goodput.tolist(), strict=True)
+            replace(item, goodput=value)
+            for item, value in zip(table, goodput.tolist(), strict=True)
         )
 
     def _choose(
@@ -220,13 +227,13 @@ class Tuner:
         current: int,
         explored: float,
     ) -> Decision:
-        size = compared[current].global_batch_size
+        size = compared[current].batch_size
         needed = math.log1p(self.hysteresis)
         low, high = gain - margin, gain + margin
         low[current] = high[current] = 0.0
         best = int(np.argmax(low))
         if low[best] >= needed and best != current:
-            new = compared[best].global_batch_size
+            new = compared[best].batch_size
             reason = f"{size} -> {new}: promises {_promise(gain, margin, best)}"
             return Decision(batch_size=new, reason=reason, candidates=compared)
         likely = int(np.argmax(gain))
@@ -235,13 +242,13 @@ class Tuner:
             kept += ": no allowed batch promises more goodput"
         else:
             kept += (
-                f": {compared[likely].global_batch_size} promises "
+                f": {compared[likely].batch_size} promises "
                 f"{_promise(gain, margin, likely)}; a change needs {self.hysteresis:.1%}"
             )
         # A trial must be able to pay off, and must not risk too much.
         open_to = (high >= needed) & (low >= math.log1p(-MAX_LOSS))
         budget = f"trials took {explored:.2%} of the time, of at most {self.explore_budget:.2%}"
-        if explored >= self.explore_budget and open_to.any():
+        if not is_within(explored, 1.0, self.explore_budget) and open_to.any():
             # A trial that is expected to cost nothing does not wait for the budget.
             budget += "; above that only trials start that are expected to cost nothing"
             kept = f"{kept}; {budget}"
@@ -249,7 +256,7 @@ class Tuner:
         if not open_to.any() or not self.explore_budget:
             return Decision(batch_size=size, reason=kept, candidates=compared)
         trial = int(np.argmax(np.where(open_to, high, -np.inf)))
-        new = compared[trial].global_batch_size
+        new = compared[trial].batch_size
         loss = max(0.0, -math.expm1(float(low[trial])))
         return Decision(
             batch_size=new,

@@ -32,6 +32,7 @@ from resilin.core.events import (
     StepEvent,
     begins_anew,
 )
+from resilin.core.noise import noise_scale
 from resilin.telemetry.columns import (
     STEP_FIELDS,
     STEP_ROW,
@@ -153,9 +154,7 @@ class Run:
 
         NaN without an estimate of both, and where the norm is not positive.
         """
-        norm = np.where(self.steps.sqr_norm > 0, self.steps.sqr_norm, np.nan)
-        with np.errstate(all="ignore"):
-            return np.asarray(self.steps.trace / norm)
+        return noise_scale(self.steps.sqr_norm, self.steps.trace)
 
     @property
     def learning_rate(self) -> Array:

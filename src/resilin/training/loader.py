@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 from resilin.core import _validate
 from resilin.core.clock import Reference, step_scale
 from resilin.core.membership import Membership
+from resilin.core.noise import Noise
 from resilin.core.plan import BatchPlan
 from resilin.core.stream import TAILS, Ownership, SampleStream, Tail
 from resilin.engine import overrides
@@ -30,6 +31,7 @@ from resilin.training.records import MicroBatch
 from resilin.training.sized import SizedLoader
 from resilin.training.sizing.batch_size import BatchSizes
 from resilin.training.sizing.memory_limit import Room
+from resilin.training.sizing.surroundings import Surroundings
 
 _OWN = {
     "sampler": "the order is that of the sample stream",
@@ -49,8 +51,9 @@ class AdaptiveDataLoader(SizedLoader):
     progress is made, which may take more samples than the dataset has; with other rules, and
     without an `AdaptiveDataParallel`, it is one pass over the data.
 
-    When the last batch of an epoch has fewer samples than there are replicas, some replicas train
-    on a sample that is not theirs, whose gradient counts nothing; `current_samples` is 0 then.
+    All replicas run the same number of micro-batches in a step of training. One that has fewer
+    samples than that, as in a last batch with fewer samples than replicas, also trains on a sample
+    that is not its own, whose gradient has weight 0; `current_samples` is 0 then.
 
     Args:
         dataset: Anything with `__len__` and `__getitem__`.
@@ -126,9 +129,9 @@ class AdaptiveDataLoader(SizedLoader):
             )
         if max_local_bsz is not None:
             _validate.whole("max_local_bsz", max_local_bsz, at_least=1)
-        super().__init__(
-            current_job(), self.batch_size, BatchSizes(self._reference(), max_local_bsz, room)
-        )
+        job = current_job()
+        sizes = BatchSizes(_surroundings(job), self._reference(), max_local_bsz, room)
+        super().__init__(job, self.batch_size, sizes)
         self._batch_weight = batch_weight
         cursors = self.job.iterations.cursors
         self._name = cursors.name(self._stream.fingerprint)
@@ -152,13 +155,15 @@ class AdaptiveDataLoader(SizedLoader):
         """A step at this position with the current sizes, and its end."""
         batch_size = self.current_batch_size
         span = self._stream.batch(position, batch_size, tail=self._tail)
-        plan = self._split_plan(self._sizes.plan(len(span), batch_size), batch_size)
         assert self._iteration is not None
         owners, replica = self._iteration.owners, self._iteration.membership.replica
+        plan = self._sizes.plan(len(span), batch_size, training=self._iteration.training)
+        plan = self._split_plan(plan, batch_size)
         mine = owners.positions(replica, span)
         sizes = plan.micro_batches(owners.slot(replica, span.start))
         ends = accumulate(sizes)
-        return [mine[end - size : end] for size, end in zip(sizes, ends, strict=True)], span.stop
+        parts = [mine[end - size : end] for size, end in zip(sizes, ends, strict=True) if size]
+        return parts, span.stop
 
     def _split_plan(self, plan: BatchPlan, batch_size: int) -> BatchPlan:
         """Splits a step of one replica in two if its noise is to be measured.
@@ -309,13 +314,15 @@ class AdaptiveDataLoader(SizedLoader):
 
         job.registry.add(self._name, self._cursor, ages=False, former=find)
         self._cursor.use(self._identity, self._stream, job.epoch, made_within=self._made_within)
-        self._sizes.take_part(
-            job,
-            f"{self._name}/autoscale",
-            self._cursor,
-            autoscaler_of,
-            made_within=self._made_within,
-        )
+        autoscaler = self._sizes.take_part(self._cursor, job.voters, made_within=self._made_within)
+        job.autoscaler = autoscaler
+        name = f"{self._name}/autoscale"
+        if autoscaler is None:
+            job.registry.remove(name)
+        else:
+            # The user may have set another one since the last epoch.
+            job.registry.release(name)
+            job.registry.add(name, autoscaler, ages=False, former=autoscaler_of)
 
     @property
     def epochs_done(self) -> int:
@@ -373,10 +380,15 @@ class AdaptiveDataLoader(SizedLoader):
         training, self._iteration = current.training, current
         if training:
             job.timeline.reference = self._reference()
-        plan = current.plan = self._sizes.plan(len(span), batch_size)
+            self._sizes.memory.agree()
+        plan = current.plan = self._sizes.plan(len(span), batch_size, training=training)
         self._sizes.begin_step(plan, whole=training and len(span) == batch_size)
-        limit = self._split_plan(plan, batch_size).batch_size
         mine = current.owners.positions(current.membership.replica, span)
+        slot = current.owners.slot(current.membership.replica, span.start)
+        sizes = self._split_plan(plan, batch_size).micro_batches(slot)
+        if not training:
+            # Only a step of training needs every replica in every micro-batch.
+            sizes = tuple(size for size in sizes if size)
         steps = self._reference_steps(span.stop) - self._reference_steps(current.position)
         common: dict[str, Any] = {
             "samples": len(span),
@@ -384,20 +396,20 @@ class AdaptiveDataLoader(SizedLoader):
             "sample_steps": steps,
         }
         current.span = span
-        if not mine and training:
-            batch = self._fetcher.one(span.start)
-            yield self._hand_out(job, current, batch, 0, index=0, last=True, **common)
         index, rest = 0, mine
-        while rest:
-            room = self._sizes.room if training else None
-            most = limit if room is None else min(limit, room.limit)
-            batch, count = self._fetcher.take(rest, most, behind=span.stop)
+        while index < len(sizes):
+            count, last = sizes[index], index + 1 == len(sizes)
+            if count:
+                batch = self._fetcher.take(rest, sizes[index:], behind=span.stop)
+            else:
+                batch = self._fetcher.one(span.start)
             rest = rest[count:]
-            yield self._hand_out(job, current, batch, count, index=index, last=not rest, **common)
+            yield self._hand_out(job, current, batch, count, index=index, last=last, **common)
             index += 1
             if self._failed is not None:
                 # This replica's part of the step, once more and in smaller pieces.
-                limit, self._failed = max(1, count // 2), None
+                smaller = BatchPlan(len(mine), 1, max_local_bsz=max(1, count // 2))
+                sizes, self._failed = smaller.micro_batches(0), None
                 index, rest = 0, mine
         if job.trained is None:
             self._sizes.count_step(**common)
@@ -453,3 +465,27 @@ class AdaptiveDataLoader(SizedLoader):
             ValueError: The state belongs to another dataset or order; the message says which.
         """
         self._cursor.load_state_dict(state)
+
+
+def _surroundings(job: Job) -> Surroundings:
+    """What the batch sizes of a loader read of its job."""
+
+    def tokens_per_step() -> float | None:
+        return None if job.trained is None else job.trained.scaling.reference.tokens_per_step
+
+    def noise() -> Noise | None:
+        return None if job.trained is None else job.trained.scaling.sample_noise
+
+    def sync_seconds() -> float | None:
+        return None if job.trained is None else job.trained.gradient.sync.seconds()
+
+    return Surroundings(
+        engine=job.engine,
+        timeline=job.timeline,
+        events=job.events,
+        has_model=lambda: job.trained is not None,
+        tokens_per_step=tokens_per_step,
+        noise=noise,
+        sync_seconds=sync_seconds,
+        has_started=lambda: job.recovery is not None,
+    )

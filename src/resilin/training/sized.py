@@ -89,7 +89,7 @@ class SizedLoader:
 
     @property
     def accumulation_steps(self) -> int:
-        """The largest number of micro-batches of a replica in the current step."""
+        """The micro-batches that each replica runs in the current step."""
         return self._current_plan().steps
 
     @property
@@ -125,10 +125,11 @@ class SizedLoader:
     # Memory --------------------------------------------------------------------------------
 
     def measured_forward(self) -> AbstractContextManager[None]:
-        """Surround the forward pass of the current micro-batch, to measure its memory."""
-        if self._sizes.room is None or not self._current_samples:
+        """Surrounds the forward pass of the current micro-batch, to learn what it takes."""
+        room = self._sizes.memory.room
+        if room is None or not self._current_samples:
             return nullcontext()
-        return self._sizes.room.measure(self._current_samples)
+        return room.measure(self._current_samples)
 
     @contextmanager
     def retry_smaller(self) -> Iterator[None]:
@@ -136,8 +137,9 @@ class SizedLoader:
 
         This replica's part of the step is then repeated with micro-batches of half the size, from
         now on; the global batch stays. It cannot help when other replicas have received a part of
-        the gradient already, late in the backward pass, or in the optimizer: then the error is
-        raised, as without this.
+        the gradient already, late in the backward pass, or in the optimizer: then the error goes
+        on, as without this. The repeated step has more micro-batches on this replica than on the
+        others, so a module with collectives in its forward pass cannot repeat one.
         """
         job = self.job
         try:
@@ -151,9 +153,10 @@ class SizedLoader:
             return
         # Out of the handler: the traceback holds on to what has to be freed.
         devices.here().release_memory()
-        if self._sizes.room is None:
-            self._sizes.room = Room(2**62, start=self.batch_size)
-        limit = self._sizes.room.failed(size)
+        memory = self._sizes.memory
+        if memory.room is None:
+            memory.room = Room(2**62, start=self.batch_size)
+        limit = memory.room.failed(size)
         job.events.emit(
             FaultEvent(
                 **job.events.stamp(),

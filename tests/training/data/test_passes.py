@@ -262,12 +262,13 @@ def test_a_loader_made_anew_keeps_what_its_autoscaler_has_learned():
         data.autoscale_batch_size(2 * BATCH)
         assert data.autoscaler is not None
         if epoch == 0:
-            data.autoscaler._wanted = 2 * BATCH
+            chosen = data.autoscaler.state_dict()
+            data.autoscaler.load_state_dict({**chosen, "batch_size": 2 * BATCH})
         for batch in data:
             life.train(batch)
         voters = resilin.current_job().voters
-        assert voters.count(data.autoscaler) == 1
-        assert sum(type(voter) is type(data.autoscaler) for voter in voters) == 1
+        assert voters.count(data._sizes) == 1
+        assert sum(type(voter) is type(data._sizes) for voter in voters) == 1
     assert data.current_batch_size == 2 * BATCH
 
 

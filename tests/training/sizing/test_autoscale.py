@@ -13,7 +13,6 @@ import resilin
 from resilin.core.events import DecisionEvent, FaultEvent
 from resilin.core.plan import BatchBounds, PlanError
 from resilin.training.gradient.timing import SyncTimer
-from resilin.training.sizing.autoscale import nearest
 from resilin.training.sizing.memory_limit import Room
 from tests.replicas import replica
 
@@ -182,12 +181,12 @@ def test_setting_a_size_ends_the_choosing():
 
 def test_the_nearest_allowed_size():
     bounds = BatchBounds(64, (8, 16), gradient_accumulation=False)
-    assert nearest(bounds, 100, 2) == 32
-    assert nearest(bounds, 1, 2) == 16
-    assert nearest(bounds, 100, 8) == 64
-    assert nearest(BatchBounds(64), 100, 8) == 64
+    assert bounds.nearest(100, 2) == 32
+    assert bounds.nearest(1, 2) == 16
+    assert bounds.nearest(100, 8) == 64
+    assert BatchBounds(64).nearest(100, 8) == 64
     with pytest.raises(PlanError, match="at most 8 replicas"):
-        nearest(bounds, 10, 9)
+        bounds.nearest(10, 9)
 
 
 # Memory --------------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ def read_out(prefix: str = PREFIX) -> dict[str, float]:
     if job.timeline.last_step is not None:
         values["batch_size"], values["accumulation_steps"] = job.timeline.last_step
     noise = trained.scaling.sample_noise
-    # An estimate of a squared norm may be 0 or less: then there is no signal to compare with.
-    if noise is not None and noise.sqr_norm > 0:
-        values["noise_scale"] = noise.trace / noise.sqr_norm
+    if noise is not None:
+        values["noise_scale"] = noise.phi
     return {f"{prefix}{name}": float(v) for name, v in values.items() if math.isfinite(v)}

@@ -48,8 +48,8 @@ class Cursor:
         """Number of times it was restored."""
         self._dealt: Ownership | None = None
         self._dealt_in: int | None = None
-        self.autoscaler: Any = None
-        """The autoscaler of that loader, if it had one."""
+        self.sizes: Any = None
+        """The `BatchSizes` of that loader, once it has trained."""
         self.epoch: int | None = None
         """The epoch in which its loader trained last."""
         self.chosen: int | str | None = None

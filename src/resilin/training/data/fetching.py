@@ -1,15 +1,16 @@
 """Fetches micro-batches ahead of the step, through a stock DataLoader and its workers.
 
 Whenever a worker is free, the next ticket is cut by the sizes of that moment. By the time it comes
-back they may have changed: then it is split, or, where that is impossible, dropped and cut anew.
-What a step gets is what it asks for, in the order of the stream.
+back they may have changed: then batches are split and joined, or, where that is impossible, dropped
+and fetched anew. A step gets the sizes that it asks for, in the order of the stream.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from torch.utils.data import DataLoader, default_collate
 
 from resilin.core.stream import SampleStream
 from resilin.training.data.tickets import (
-    CannotSplit,
+    CannotResize,
     Ticket,
     TicketDataset,
     TicketSampler,
     WorkerInit,
+    join,
     split,
 )
 from resilin.training.state.randomness import preserved
@@ -80,41 +82,43 @@ class Fetcher:
         if position != self._expected:
             self.begin(position)
 
-    def take(self, positions: range, limit: int, *, behind: int) -> tuple[Any, int]:
-        """The next micro-batch: the first of these positions, at most `limit` of them.
+    def take(self, positions: range, sizes: Sequence[int], *, behind: int) -> Any:
+        """The next micro-batch: the first `sizes[0]` of these positions, collated.
 
         Args:
             positions: What this replica still needs of the current step.
-            limit: The largest micro-batch.
+            sizes: Sizes of the micro-batches that they are to be fetched in.
             behind: Where the next step begins.
-
-        Returns:
-            The collated micro-batch, and how many positions it has.
         """
         if self._batches is None:
             self._batches = iter(self._loader)
         self._expected = behind
-        while True:
+        parts: list[tuple[Any, int]] = []
+        missing = sizes[0]
+        while missing:
             ticket, batch = self._left_over or next(self._batches)
             self._left_over = None
             if ticket.generation != self._generation:
                 continue
-            if ticket.start != positions.start:
-                # What was fetched ahead does not fit any more: a step was left uncommitted, or
-                # another tail was dropped.
-                self._again(positions, limit, behind)
-                continue
-            count = min(ticket.num, len(positions), limit)
-            if count == ticket.num:
-                return batch, count
+            count = min(ticket.num, missing)
             try:
-                first, rest = split(batch, count, ticket.num)
-            except CannotSplit:
-                self._again(positions, limit, behind)
+                if ticket.start != positions[sizes[0] - missing]:
+                    # What was fetched ahead does not fit any more: a step was left uncommitted,
+                    # or another tail was dropped.
+                    raise CannotResize
+                if count < ticket.num:
+                    batch, rest = split(batch, count, ticket.num)
+                    later = ticket._replace(start=ticket.positions[count], num=ticket.num - count)
+                    self._left_over = (later, rest)
+                if parts:
+                    batch = join(*parts.pop(), batch, count)
+            except CannotResize:
+                parts, missing = [], sizes[0]
+                self._again(positions, sizes, behind)
                 continue
-            later = ticket._replace(start=ticket.positions[count], num=ticket.num - count)
-            self._left_over = (later, rest)
-            return first, count
+            missing -= count
+            parts.append((batch, sizes[0] - missing))
+        return parts[0][0]
 
     def one(self, position: int) -> Any:
         """The sample at one position, collated; fetched here and now.
@@ -135,11 +139,11 @@ class Fetcher:
             self._ahead.extend(map(self._ticket, parts))
         return self._ahead.popleft()
 
-    def _again(self, positions: range, limit: int, behind: int) -> None:
+    def _again(self, positions: range, sizes: Sequence[int], behind: int) -> None:
         """Cuts new tickets for the rest of this step, and for what follows it."""
         self.begin(behind)
-        for offset in range(0, len(positions), limit):
-            self._ahead.append(self._ticket(positions[offset : offset + limit]))
+        for size, end in zip(sizes, accumulate(sizes), strict=True):
+            self._ahead.append(self._ticket(positions[end - size : end]))
 
     def _ticket(self, positions: range) -> Ticket:
         return Ticket(self._generation, positions.start, positions.step, len(positions))

@@ -2,8 +2,8 @@
 
 A ticket names some of this replica's positions in the sample stream. The worker turns it into
 samples and collates them. Tickets are cut ahead of time by the sizes of that time; since ownership
-does not depend on the batch size, those already on their way stay valid when it changes, and are
-split where a step needs less.
+does not depend on the batch size, those already on their way stay valid when it changes: they are
+split where a step needs less, and joined where it needs more.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler, Subset, get_worker_info
 
@@ -121,8 +122,8 @@ class WorkerInit:
             self._own(worker)
 
 
-class CannotSplit(Exception):
-    """A collated batch whose samples cannot be told apart."""
+class CannotResize(Exception):
+    """A collated batch that cannot be split, or two that cannot be joined."""
 
 
 def split(batch: Any, at: int, size: int) -> tuple[Any, Any]:
@@ -132,24 +133,61 @@ def split(batch: Any, at: int, size: int) -> tuple[Any, Any]:
     dimension, in any nesting of tuples, lists and dicts, and lists with one entry per sample.
 
     Raises:
-        CannotSplit: Anything else; the caller then fetches the samples again, at the right size.
+        CannotResize: Anything else; the caller then fetches the samples again, at the right size.
     """
     if isinstance(batch, Tensor):
         if batch.dim() == 0 or batch.shape[0] != size:
-            raise CannotSplit
+            raise CannotResize
         return batch[:at], batch[at:]
     if isinstance(batch, dict):
         pairs = {key: split(value, at, size) for key, value in batch.items()}
         first = {key: pair[0] for key, pair in pairs.items()}
         return first, {key: pair[1] for key, pair in pairs.items()}
     if isinstance(batch, list | tuple) and batch:
-        if all(isinstance(item, str | bytes | int | float) for item in batch):
+        if _per_sample(batch):
             if len(batch) != size:
-                raise CannotSplit
+                raise CannotResize
             return batch[:at], batch[at:]
         parts = [split(item, at, size) for item in batch]
         return _like(batch, [p[0] for p in parts]), _like(batch, [p[1] for p in parts])
-    raise CannotSplit
+    raise CannotResize
+
+
+def join(first: Any, num_first: int, second: Any, num_second: int) -> Any:
+    """Joins two collated batches, of `num_first` and `num_second` samples: the inverse of `split`.
+
+    Raises:
+        CannotResize: They are not of the kind that `split` splits, or not alike, such as padded to
+            different lengths.
+    """
+    if type(first) is not type(second):
+        raise CannotResize
+    if isinstance(first, Tensor):
+        alike = first.dim() > 0 and first.shape[1:] == second.shape[1:]
+        if not alike or (len(first), len(second)) != (num_first, num_second):
+            raise CannotResize
+        if (first.dtype, first.layout) != (second.dtype, second.layout):
+            raise CannotResize
+        joined = torch.cat((first, second))
+        return joined.pin_memory() if first.is_pinned() else joined
+    if isinstance(first, dict):
+        if first.keys() != second.keys():
+            raise CannotResize
+        return {key: join(first[key], num_first, second[key], num_second) for key in first}
+    if isinstance(first, list | tuple) and first and second:
+        if _per_sample(first) and _per_sample(second):
+            if (len(first), len(second)) != (num_first, num_second):
+                raise CannotResize
+            return first + second
+        if len(first) != len(second):
+            raise CannotResize
+        pairs = zip(first, second, strict=True)
+        return _like(first, [join(a, num_first, b, num_second) for a, b in pairs])
+    raise CannotResize
+
+
+def _per_sample(batch: Sequence[Any]) -> bool:
+    return all(isinstance(item, str | bytes | int | float) for item in batch)
 
 
 def _like(batch: Any, items: Sequence[Any]) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from resilin.compat.torch_names import norms_of_all
-from resilin.core import _validate
+from resilin.core import _validate, time_share
 from resilin.core.noise import NoiseSample, from_sums
 from resilin.engine import devices
 
@@ -152,8 +152,7 @@ class MeasureSchedule:
             cost: Time of the measurement over time of the step, the same number on all replicas.
         """
         if self._every == "auto" and self._measured >= self.FIRST // 2:
-            wanted = cost / self._budget
-            self.interval = max(1, min(self.LONGEST, round(wanted + 0.5)))
+            self.interval = time_share.interval(cost, self._budget, longest=self.LONGEST)
 
     def state_dict(self) -> dict[str, int]:
         """State of the schedule, for checkpoints."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from resilin.compat.torch_names import Dropout, tree_leaves
 from resilin.core import _validate
-from resilin.training.data.tickets import CannotSplit, split
+from resilin.training.data.tickets import CannotResize, split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,7 @@ def _cut(batch: Any, pieces: int) -> list[tuple[Any, int]]:
         each = -(-size // left)
         try:
             first, rest = split(rest, each, size)
-        except CannotSplit:
+        except CannotResize:
             raise ValueError(
                 "the samples of this batch cannot be told apart: check_split() takes tensors with "
                 f"the samples along the first dimension ({size} here), in tuples, lists and dicts"

@@ -23,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from resilin import __version__
+from resilin.core import time_share
 from resilin.core.events import (
     EpochEvent,
     Event,
@@ -97,7 +98,7 @@ class _Budget:
 
     def allows_another(self) -> bool:
         now = time.perf_counter()
-        within = self._seconds <= ALLOWANCE + SHARE * (now - self._began)
+        within = time_share.is_within(self._seconds, now - self._began, SHARE, free=ALLOWANCE)
         return within or now - self._latest >= LONGEST
 
     def spend(self, seconds: float, now: float) -> None:

@@ -1,30 +1,19 @@
-"""`hints`: what a cluster scheduler needs to know of this job, as JSON.
-
-A scheduler that divides machines among jobs asks each of them what it would make of more, or of
-fewer. The answer is small and complete: with the fitted numbers, `resilin.core.goodput` computes it
-for any placement, without torch and without this job.
-"""
+"""`hints`: what a cluster scheduler needs to know of this job, as JSON."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
-
-import numpy as np
 
 from resilin.core import _validate
 from resilin.core.fit import fit
-from resilin.core.goodput import best_goodput
-from resilin.core.plan import BatchBounds
-from resilin.core.throughput import ThroughputModel
+from resilin.core.hints import JobHints
 from resilin.training.job import current_job
-
-VERSION = 1
-"""Version of the form. Fields may be added; a change that misleads a reader raises it."""
 
 
 def hints(max_replicas: int = 64) -> dict[str, Any]:
     """Speed of this job with other numbers of replicas. Works on any replica.
+
+    `resilin.core.hints.JobHints.from_json` reads it, without torch.
 
     Args:
         max_replicas: Largest number of replicas in the speedup, at powers of two.
@@ -49,43 +38,19 @@ def hints(max_replicas: int = 64) -> dict[str, Any]:
             "there is nothing to tell before an AdaptiveDataLoader with autoscale_batch_size() has "
             "begun to train"
         )
-    noise = None if job.trained is None else job.trained.scaling.sample_noise
-    bounds: BatchBounds = autoscaler.bounds
     observed = autoscaler.profile.observations()
-    model = fit(observed).model if observed else None
-    return {
-        "version": VERSION,
-        "placement": {
-            "hosts": job.engine.membership.num_hosts,
-            "replicas": job.engine.membership.num_replicas,
-        },
-        "batch": {
-            "reference": autoscaler.reference,
-            "current": autoscaler.batch_size,
-            "max_batch_size": bounds.max_batch_size,
-            "local_bsz_bounds": bounds.local_bsz_bounds and list(bounds.local_bsz_bounds),
-            "gradient_accumulation": bounds.gradient_accumulation,
-        },
-        "progress": {
-            "steps": job.clock.steps,
-            "samples": job.clock.samples,
-            "progress": job.clock.progress,
-            "total": job.total_steps,
-        },
-        "noise": None if noise is None else asdict(noise),
-        "throughput": None if model is None else asdict(model),
-        "speedup": None if model is None else _speedup(model, noise, autoscaler, max_replicas),
-    }
-
-
-def _speedup(
-    model: ThroughputModel, noise: Any, autoscaler: Any, max_replicas: int
-) -> dict[str, list[float]]:
-    job = current_job()
-    replicas = 2 ** np.arange(int(np.log2(max_replicas)) + 1)
-    # Hosts as full as they are now.
-    per_host = -(-job.engine.membership.num_replicas // job.engine.membership.num_hosts)
-    hosts = -(-replicas // per_host)
-    values = best_goodput(model, noise, autoscaler.reference, autoscaler.bounds, hosts, replicas)
-    base = values[0] if values[0] > 0 else 1.0
-    return {"replicas": replicas.tolist(), "speedup": (values / base).tolist()}
+    clock, engine = job.timeline.clock, job.engine
+    told = JobHints(
+        hosts=engine.membership.num_hosts,
+        replicas=engine.membership.num_replicas,
+        reference=autoscaler.reference,
+        batch_size=autoscaler.batch_size,
+        bounds=autoscaler.bounds,
+        steps=clock.steps,
+        samples=clock.samples,
+        progress=clock.progress,
+        total=job.timeline.total_steps,
+        noise=None if job.trained is None else job.trained.scaling.sample_noise,
+        throughput=fit(observed).model if observed else None,
+    )
+    return told.with_speedup(max_replicas).to_json()

@@ -1,8 +1,9 @@
 """Choice of the batch size during training, set up by `autoscale_batch_size`.
 
-Each replica reports the duration of its last step in the ballot, and all learn from the means.
-Replica 0 asks the tuner periodically, and sends its choice in a later ballot; all replicas apply it
-at the same step. Only a sum has to be the same on two machines.
+Each replica says in the ballot how long its last step took, and all learn from the means. Replica 0
+asks the tuner now and then, and proposes its choice in a later ballot; all replicas take it up at
+the same step. Nothing has to come out the same on two machines but a sum. What is learned and when
+to decide is in `resilin.core.autoscale`; here are the clock, the engine and the log.
 """
 
 from __future__ import annotations
@@ -14,47 +15,43 @@ from dataclasses import replace
 from typing import Any
 
 from resilin.core import events
-from resilin.core.fit import StepTime
+from resilin.core.autoscale import AutoscaleState, Votes
 from resilin.core.plan import BatchBounds, BatchPlan
 from resilin.core.profile import StepProfile
 from resilin.core.tuner import Decision, Tuner
-from resilin.training.job import Job
-from resilin.training.sizing.memory_limit import Room
+from resilin.training.sizing.memory_limit import SharedLimit
+from resilin.training.sizing.surroundings import Surroundings
 
 logger = logging.getLogger("resilin")
 
-EVERY = 20
-"""Steps between two decisions, once there are enough."""
-FIRST = 5
-"""Steps at a new number of replicas, or a new batch size, before the first decision."""
-
 
 class Autoscaler:
-    """The tuner of one loader, and its measurements."""
+    """The tuner of one loader, and what it has learned.
+
+    Args:
+        around: What it reads of the job.
+        reference: The reference batch.
+        bounds: What the user allows.
+        memory: The largest micro-batch that fits.
+    """
 
     def __init__(
-        self, job: Job, reference: int, bounds: BatchBounds, room: Room | None = None
+        self, around: Surroundings, reference: int, bounds: BatchBounds, memory: SharedLimit
     ) -> None:
-        self._job = job
+        self._around = around
         self._tuner = Tuner(reference=reference, bounds=bounds)
-        self._room = room
-        self._profile = StepProfile()
-        self._wanted = reference
+        self._memory = memory
+        self._state = AutoscaleState(batch_size=reference)
         self._proposed: Decision | None = None
         self._plan: BatchPlan | None = None
         self._ran: tuple[BatchPlan, float] | None = None
         self._began: float | None = None
-        self._since = 0
-        self._exploring = False
-        self._seconds = 0.0
-        self._explored = 0.0
-        self._num_replicas = 0
         self.decision: Decision | None = None
         """The last decision of replica 0; None on other replicas."""
 
     @property
     def settings(self) -> tuple[int, BatchBounds]:
-        """Its settings: the reference batch, and the bounds of the user."""
+        """The settings it was made with: the reference batch, and the bounds of the user."""
         return self._tuner.reference, self._tuner.bounds
 
     @property
@@ -64,22 +61,23 @@ class Autoscaler:
 
     @property
     def bounds(self) -> BatchBounds:
-        """Bounds of the user, limited to what fits into the memory of this replica."""
-        bounds = self._tuner.bounds
-        if self._room is None:
+        """What the user allows, and what fits into memory."""
+        bounds, fits = self._tuner.bounds, self._memory.limit
+        if fits is None:
             return bounds
-        lower, upper = bounds.local_bsz_bounds or (0, self._room.limit)
-        return replace(bounds, local_bsz_bounds=(lower, max(lower, min(upper, self._room.limit))))
+        lower, upper = bounds.local_bsz_bounds or (0, fits)
+        return replace(bounds, local_bsz_bounds=(lower, max(lower, min(upper, fits))))
 
     @property
     def profile(self) -> StepProfile:
-        """Measured step times; the same on all replicas."""
-        return self._profile
+        """Step times seen so far; the same on all replicas."""
+        return self._state.profile
 
     @property
     def batch_size(self) -> int:
         """The global batch size now, within what the bounds allow for the present replicas."""
-        return nearest(self._tuner.bounds, self._wanted, self._job.engine.membership.num_replicas)
+        replicas = self._around.engine.membership.num_replicas
+        return self._tuner.bounds.nearest(self._state.batch_size, replicas)
 
     # Times ---------------------------------------------------------------------------------
 
@@ -91,129 +89,71 @@ class Autoscaler:
         self._plan, self._began = plan, now
 
     def pause(self) -> None:
-        """The time until the next step, such as an evaluation, is not part of the last step."""
+        """The time until the next step, as of an evaluation, is not a part of the last one."""
         self._plan = self._began = None
 
     # The ballot ----------------------------------------------------------------------------
 
     def votes(self) -> tuple[float, ...]:
-        """Times of the last step, and on replica 0 its choice of a batch size."""
-        proposed, explores = 0.0, 0.0
-        if self._proposed is not None:
-            proposed, explores = float(self._proposed.batch_size), float(self._proposed.explores)
-        if self._ran is None:
-            return proposed, explores, 0.0, 0.0, 0.0
-        trained = self._job.trained
-        sync = 0.0 if trained is None else trained.gradient.sync.seconds() or 0.0
-        return proposed, explores, 1.0, self._ran[1], sync
+        """Times of the last step, and on replica 0 the batch size it proposes."""
+        return self._state.votes(
+            self._proposed,
+            None if self._ran is None else self._ran[1],
+            None if self._ran is None else self._around.sync_seconds(),
+            leads=self._around.engine.membership.replica == 0,
+        )
 
     def counted(self, votes: tuple[float, ...]) -> None:
-        """Takes up a choice of replica 0, and what all replicas have measured."""
-        if not votes:
-            return
-        proposed, explores, num, seconds, sync = votes
-        engine = self._job.engine
-        if engine.membership.num_replicas != self._num_replicas:
-            self._num_replicas, self._since = engine.membership.num_replicas, 0
-        if proposed:
-            self._wanted, self._exploring = round(proposed), bool(explores)
+        """Takes up a choice of replica 0, and the times that all replicas have measured."""
+        sums, engine = Votes(*votes), self._around.engine
+        if sums.batch_size:
             self._proposed = None
-            self._since = 0
-        if num == engine.membership.num_replicas and self._ran is not None:
-            self._learn(self._ran[0], seconds / num, sync / num)
-        self._ran = None
-        self._since += 1
-        if engine.membership.replica == 0 and self._since in (FIRST, EVERY):
-            self._since = self._since if self._since < EVERY else FIRST
-            self._decide()
-
-    def _learn(self, plan: BatchPlan, seconds: float, sync: float) -> None:
-        engine = self._job.engine
-        self._seconds += seconds
-        self._explored += seconds * self._exploring
-        # All that is not waiting for the reduction counts as work on the micro-batches: data,
-        # optimizer, and what the loop does besides.
-        compute = max(seconds - sync, 1e-9) / plan.steps
-        self._profile = self._profile.observe(
-            StepTime(
-                hosts=engine.membership.num_hosts,
-                replicas=engine.membership.num_replicas,
-                local_bsz=plan.global_batch_size / plan.replicas / plan.steps,
-                accumulation_steps=plan.steps,
-                compute_seconds=compute,
-                sync_seconds=max(sync, 0.0) if plan.replicas > 1 else None,
-            )
-        )
-
-    def _decide(self) -> None:
-        job, engine = self._job, self._job.engine
-        before = self.batch_size
-        decision = replace(self._tuner, bounds=self.bounds).decide(
-            profile=self._profile,
-            noise=None if job.trained is None else job.trained.scaling.sample_noise,
+        self._state = self._state.observe(
+            sums,
+            ran=None if self._ran is None else self._ran[0],
             hosts=engine.membership.num_hosts,
             replicas=engine.membership.num_replicas,
+        )
+        self._ran = None
+        if engine.membership.replica == 0 and self._state.due:
+            self._decide()
+
+    def _decide(self) -> None:
+        before = self.batch_size
+        self._state, decision = self._state.decide(
+            replace(self._tuner, bounds=self.bounds),
+            noise=self._around.noise(),
+            hosts=self._around.engine.membership.num_hosts,
             batch_size=before,
-            explored=self._explored / self._seconds if self._seconds else 0.0,
         )
         self.decision = decision
+        changes = decision.batch_size != before
         logger.log(
-            logging.INFO if decision.batch_size != before else logging.DEBUG,
+            logging.INFO if changes else logging.DEBUG,
             "batch size %d -> %d: %s",
             before,
             decision.batch_size,
             decision.reason,
         )
-        job.emit(
+        told = self._around.events
+        told.emit(
             events.DecisionEvent(
-                **job.stamp(),
+                **told.stamp(),
                 batch_size_before=before,
                 batch_size=decision.batch_size,
                 reason=decision.reason,
-                candidates=tuple(
-                    events.Candidate(
-                        batch_size=candidate.global_batch_size,
-                        local_bsz=candidate.local_bsz,
-                        accumulation_steps=candidate.accumulation_steps,
-                        goodput=candidate.goodput,
-                    )
-                    for candidate in decision.candidates
-                ),
+                candidates=decision.candidates,
             )
         )
-        self._exploring = self._exploring and decision.explores
-        if decision.batch_size != before:
+        if changes:
             self._proposed = decision
 
     # State ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The batch size and the measurements, for checkpoints; the same on all replicas."""
-        return {
-            "batch_size": self._wanted,
-            "profile": self._profile.state(),
-            "seconds": self._seconds,
-            "explored": self._explored,
-        }
+        """The batch size and what was learned, for checkpoints; the same on all replicas."""
+        return self._state.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
-        self._wanted = int(state["batch_size"])
-        self._profile = StepProfile.from_state(state["profile"])
-        self._seconds, self._explored = float(state["seconds"]), float(state["explored"])
-
-
-def nearest(bounds: BatchBounds, batch_size: int, replicas: int) -> int:
-    """The global batch size within the bounds that is nearest to this one.
-
-    Raises:
-        PlanError: No batch within the bounds can be split over this many replicas.
-    """
-    bounds.check_replicas(replicas)
-    size = batch_size
-    if bounds.local_bsz_bounds is not None:
-        lower, upper = bounds.local_bsz_bounds
-        size = max(size, lower * replicas)
-        if not bounds.gradient_accumulation:
-            size = min(size, upper * replicas)
-    return size if bounds.max_batch_size is None else min(size, bounds.max_batch_size)
+        """Restores what `state_dict` returned."""
+        self._state = AutoscaleState.from_state(state)

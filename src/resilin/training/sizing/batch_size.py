@@ -11,11 +11,10 @@ from resilin.core.clock import Clock, Reference, Schedule
 from resilin.core.plan import BatchBounds, BatchPlan
 from resilin.core.trace import BatchTrace
 from resilin.engine import overrides
-from resilin.training.data.cursor import Cursor
-from resilin.training.job import Job, current_job
+from resilin.training.ballot import Voter
 from resilin.training.sizing.autoscale import Autoscaler
-from resilin.training.sizing.memory_limit import Room
-from resilin.training.state.registry import FormerName
+from resilin.training.sizing.memory_limit import Room, SharedLimit
+from resilin.training.sizing.surroundings import KeptSizes, Surroundings
 
 logger = logging.getLogger("resilin")
 
@@ -30,19 +29,34 @@ def _described(batch_size: BatchSize) -> str:
 
 
 class BatchSizes:
-    """The batch sizes of one loader: set by the user, or chosen by an autoscaler."""
+    """The batch sizes of one loader: set by the user, or chosen by an autoscaler.
 
-    def __init__(self, reference: Reference, max_local_bsz: int | None, room: Room | None) -> None:
+    Args:
+        around: What it reads of the job.
+        reference: The reference run of the loader.
+        max_local_bsz: Most samples in a micro-batch; None sets no limit.
+        room: What fits into the memory of this replica, if that is watched.
+    """
+
+    def __init__(
+        self,
+        around: Surroundings,
+        reference: Reference,
+        max_local_bsz: int | None = None,
+        room: Room | None = None,
+    ) -> None:
+        self._around = around
+        self.memory = SharedLimit(around.engine, room)
+        """The largest micro-batch that fits into memory, on all replicas."""
         self._reference = reference
         self._max_local_bsz = max_local_bsz
         self._bounds = self._within(BatchBounds())
         self._wanted: BatchSize = reference.batch_size
         self._in_loop: int | str | None = None
-        self._cursor: Cursor | None = None
+        self._kept: KeptSizes | None = None
         self._own_clock = Clock()
         self._replayed: BatchTrace | None = None
-        self.room = room
-        """Memory limit of this replica, if it is measured."""
+        self._voted: Autoscaler | None = None
         self.autoscaler: Autoscaler | None = None
         """The autoscaler, if the batch size is chosen automatically."""
 
@@ -53,7 +67,7 @@ class BatchSizes:
         if self._replayed is not None:
             logger.debug("a trace is being replayed: the batch size %s waits", batch_size)
         self._wanted = batch_size
-        self._forget_autoscaler()
+        self.autoscaler = None
         self._note(batch_size if isinstance(batch_size, int) else _described(batch_size))
 
     def autoscale(self, bounds: BatchBounds) -> None:
@@ -65,10 +79,10 @@ class BatchSizes:
                 f"max_batch_size ({bounds.max_batch_size}) must be at least batch_size "
                 f"({batch_size})"
             )
-        self._forget_autoscaler()
+        self.autoscaler = None
         self._bounds = bounds
         if self._replayed is None:
-            self.autoscaler = Autoscaler(current_job(), batch_size, bounds, self.room)
+            self.autoscaler = Autoscaler(self._around, batch_size, bounds, self.memory)
         self._note("autoscale_batch_size()")
 
     def _note(self, chosen: int | str) -> None:
@@ -77,32 +91,32 @@ class BatchSizes:
         A script sets its initial choice again after a restart. Its loop may not repeat a later one,
         such as in `if epoch == 5`.
         """
-        if current_job().recovery is not None:
+        if self._around.has_started():
             self._in_loop = chosen
-            if self._cursor is not None:
-                self._cursor.chosen = chosen
+            if self._kept is not None:
+                self._kept.chosen = chosen
 
-    def _take_over(self, cursor: Cursor, *, made_within: bool) -> None:
-        """Restore the choice of the loop from before a restart, unless it has made a new one.
+    def _take_over(self, kept: KeptSizes, *, made_within: bool) -> None:
+        """Sets what the loop had set before a restart, unless it has set something since.
 
         Args:
-            cursor: The cursor of the loader.
-            made_within: Whether the loader was created within an epoch: then it starts as created.
+            kept: What survives of the loader's batch sizes.
+            made_within: Whether the loader was made within an epoch: it begins as it was made.
 
         Raises:
             RuntimeError: The choice cannot be saved, and the loop has not repeated it.
         """
-        self._cursor = cursor
+        self._kept = kept
         if self._in_loop is not None or made_within:
-            cursor.chosen = self._in_loop
-        elif isinstance(cursor.chosen, int):
-            if cursor.chosen != self._wanted:
-                logger.info("the batch size is %d again, as the loop had set it", cursor.chosen)
-            self._in_loop = self._wanted = cursor.chosen
-            self._forget_autoscaler()
-        elif cursor.chosen is not None and self._replayed is None:
+            kept.chosen = self._in_loop
+        elif isinstance(kept.chosen, int):
+            if kept.chosen != self._wanted:
+                logger.info("the batch size is %d again, as the loop had set it", kept.chosen)
+            self._in_loop = self._wanted = kept.chosen
+            self.autoscaler = None
+        elif kept.chosen is not None and self._replayed is None:
             raise RuntimeError(
-                f"the loop had set the batch size to {cursor.chosen} after the job had started, "
+                f"the loop had set the batch size to {kept.chosen} after the job had started, "
                 "and has not set it again since the job was resumed. Only a number can be saved: "
                 "set anything else before the loop over epochs, or at the beginning of every epoch"
             )
@@ -119,47 +133,51 @@ class BatchSizes:
             )
         return replace(bounds, local_bsz_bounds=(lower, min(upper, self._max_local_bsz)))
 
-    def _forget_autoscaler(self) -> None:
-        voters = current_job().voters
-        if self.autoscaler is not None and self.autoscaler in voters:
-            voters.remove(self.autoscaler)
-        self.autoscaler = None
-
     def take_part(
-        self, job: Job, name: str, cursor: Cursor, former: FormerName, *, made_within: bool
-    ) -> None:
-        """Register a training loader: its autoscaler has state and takes part in ballots.
+        self, kept: KeptSizes, voters: list[Voter], *, made_within: bool
+    ) -> Autoscaler | None:
+        """The loader trains: it votes in the ballots from now on.
 
         A trace that is being replayed overrides the script's choice.
 
         Args:
-            job: The job.
-            name: Name of the autoscaler in the state of the job.
-            cursor: The cursor of the loader. A loader that was created again continues with the
-                measurements of the previous autoscaler.
-            former: Another name that its restored state may have.
-            made_within: Whether the loader was created within an epoch.
+            kept: What survives of the loader's batch sizes. A loader that was made anew continues
+                with what the autoscaler of the one before it has learned.
+            voters: Members of the ballots.
+            made_within: Whether the loader was made within an epoch.
+
+        Returns:
+            The autoscaler, if one chooses the batch sizes: it has state.
         """
         if self._replayed is None and (trace := overrides.batch_trace()) is not None:
-            job.events.replays = overrides.trace_source()
-            logger.info("the batch size follows %s, not the script", job.events.replays)
+            self._around.events.replays = overrides.trace_source()
+            logger.info("the batch size follows %s, not the script", self._around.events.replays)
             self._replayed = trace
-            self._forget_autoscaler()
-        self._take_over(cursor, made_within=made_within)
-        job.autoscaler = self.autoscaler
-        previous, cursor.autoscaler = cursor.autoscaler, self.autoscaler
-        if previous is not self.autoscaler and previous in job.voters:
-            job.voters.remove(previous)
-            if self.autoscaler is not None and previous.settings == self.autoscaler.settings:
-                self.autoscaler.load_state_dict(previous.state_dict())
-        if self.autoscaler is None:
-            job.registry.remove(name)
-        else:
-            # The user may have set another one since the last epoch.
-            job.registry.release(name)
-            job.registry.add(name, self.autoscaler, ages=False, former=former)
-            if self.autoscaler not in job.voters:
-                job.voters.append(self.autoscaler)
+            self.autoscaler = None
+        self._take_over(kept, made_within=made_within)
+        previous, kept.sizes = kept.sizes, self
+        if isinstance(previous, BatchSizes) and previous is not self and previous in voters:
+            voters.remove(previous)
+            before, now = previous.autoscaler, self.autoscaler
+            if before is not None and now is not None and before.settings == now.settings:
+                now.load_state_dict(before.state_dict())
+        if self not in voters:
+            voters.append(self)
+        return self.autoscaler
+
+    # The ballot ----------------------------------------------------------------------------
+
+    def votes(self) -> tuple[float, ...]:
+        """Whether another micro-batch fits into memory than before; votes of the autoscaler."""
+        self._voted = self.autoscaler
+        chosen = () if self._voted is None else self._voted.votes()
+        return (self.memory.vote(), *chosen)
+
+    def counted(self, votes: tuple[float, ...]) -> None:
+        """Takes up the sums of all replicas."""
+        self.memory.counted(votes[0])
+        if self._voted is not None and self._voted is self.autoscaler:
+            self._voted.counted(votes[1:])
 
     # The next step -------------------------------------------------------------------------
 
@@ -180,14 +198,14 @@ class BatchSizes:
 
     def _with_tokens(self) -> Reference:
         # Only the model is told how many tokens a reference step has.
-        model = current_job().model
-        if model is None or model.tokens_per_step is None:
-            return self._reference
-        return replace(self._reference, tokens_per_step=model.tokens_per_step)
+        tokens = self._around.tokens_per_step()
+        return (
+            self._reference if tokens is None else replace(self._reference, tokens_per_step=tokens)
+        )
 
     def _clock(self) -> Clock:
         # Without a model nobody commits steps, and the loader counts its own.
-        return self._own_clock if current_job().model is None else current_job().clock
+        return self._around.timeline.clock if self._around.has_model() else self._own_clock
 
     def count_step(self, *, samples: int, scale: float, sample_steps: float) -> None:
         """A step is over, and there is no model that would count it."""
@@ -195,32 +213,35 @@ class BatchSizes:
             samples=samples, scale=scale, gain=min(1.0, scale), sample_steps=sample_steps
         )
 
-    def plan(self, samples: int, batch_size: int) -> BatchPlan:
+    def plan(self, samples: int, batch_size: int, *, training: bool = True) -> BatchPlan:
         """The split of a step, over the present replicas.
 
         Args:
             samples: Samples in the step.
             batch_size: The global batch size; the remainder of an epoch has fewer samples.
+            training: Whether the step trains: memory limits its micro-batches then.
         """
-        replicas = current_job().engine.membership.num_replicas
+        replicas = self._around.engine.membership.num_replicas
         if samples == batch_size and self._replayed is None:
-            return self._bounds.plan(samples, replicas)
-        # Remainders of epochs and sizes of a trace are given: no smallest size and no global limit
-        # apply. Samples beyond one micro-batch are accumulated.
-        upper = self._bounds.local_bsz_bounds[1] if self._bounds.local_bsz_bounds else None
-        return BatchPlan(samples, replicas, max_local_bsz=upper)
+            plan = self._bounds.plan(samples, replicas)
+        else:
+            # The remainder of an epoch is what it is, and so is what a trace says: no smallest
+            # size and no global limit apply. What does not fit at once is accumulated.
+            upper = self._bounds.local_bsz_bounds[1] if self._bounds.local_bsz_bounds else None
+            plan = BatchPlan(samples, replicas, max_local_bsz=upper)
+        fits = self.memory.limit if training else None
+        if fits is None or plan.batch_size <= fits:
+            return plan
+        return BatchPlan(samples, replicas, max_local_bsz=fits)
 
     def begin_step(self, plan: BatchPlan, *, whole: bool) -> None:
         """A step begins; one that is not whole says little about how long steps take."""
         if self.autoscaler is None:
             return
-        if not whole:
+        if whole:
+            self.autoscaler.begin_step(plan)
+        else:
             self.autoscaler.pause()
-            return
-        if self.room is not None and self.room.limit < plan.batch_size:
-            # What will be run: micro-batches are no larger than what fits.
-            plan = BatchPlan(plan.global_batch_size, plan.replicas, max_local_bsz=self.room.limit)
-        self.autoscaler.begin_step(plan)
 
     def pause(self) -> None:
         """An epoch is over: the time until the next step is not part of a step."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from resilin.core import _validate
 from resilin.engine import devices
+from resilin.engine.base import Engine
 
 SHARE = 0.9
 """Fraction of a device's memory that micro-batches may take."""
@@ -116,3 +117,50 @@ class Room:
         self.measured(size, sum(taken.values()))
 
     _running: int | None = None
+
+
+class SharedLimit:
+    """The largest micro-batch that fits on every replica: the smallest of their limits.
+
+    Replicas have to split a step alike, so none of them follows its own limit. Each votes whether
+    its limit has changed; only after a step in which one did, all exchange them. A replica that
+    begins to watch its memory after a failure, and not by `max_local_bsz="auto"`, is followed
+    from the next step on.
+
+    Args:
+        engine: Who is in the job.
+        room: What fits into the memory of this replica, if that is watched from the beginning.
+    """
+
+    def __init__(self, engine: Engine, room: Room | None) -> None:
+        self._engine = engine
+        self.room = room
+        """What fits into the memory of this replica, if that is watched."""
+        self.limit = self._told = self._own
+        """The largest micro-batch; the same on all replicas. None if none of them has a limit."""
+        self._exchanges = self._always = room is not None
+        self._generation: int | None = None
+
+    @property
+    def _own(self) -> int | None:
+        return None if self.room is None else self.room.limit
+
+    def agree(self) -> None:
+        """Called by all replicas before a step of training."""
+        if self._generation != self._engine.membership.generation:
+            self._generation = self._engine.membership.generation
+            # Replicas that have joined know no limit. All watch their memory, or the vote tells.
+            self._told, self._exchanges = None, self._exchanges or self._always
+        if not self._exchanges:
+            return
+        self._exchanges, self._told = False, self._own
+        limits = [limit for limit in self._engine.gather(self._told) if limit is not None]
+        self.limit = min(limits, default=None)
+
+    def vote(self) -> float:
+        """Whether this replica's limit has changed, as a number."""
+        return float(self._own != self._told)
+
+    def counted(self, changes: float) -> None:
+        """Takes up how many replicas have voted that theirs has."""
+        self._exchanges = self._exchanges or changes > 0

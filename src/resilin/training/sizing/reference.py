@@ -22,7 +22,8 @@ class ReferenceBatch:
     ) -> None:
         self._timeline = timeline
         self._batch_size = batch_size
-        self._tokens_per_step = tokens_per_step
+        self.tokens_per_step = tokens_per_step
+        """Tokens in one reference step, if they are counted."""
 
     def weight(self, per_sample: float) -> float:
         """The reference batch in the units of the weights.
@@ -56,7 +57,7 @@ class ReferenceBatch:
     def of_clock(self) -> Reference:
         """The reference run, as clocks need it."""
         known = self._timeline.reference or Reference(round(self.weight(1.0)))
-        return replace(known, tokens_per_step=self._tokens_per_step)
+        return replace(known, tokens_per_step=self.tokens_per_step)
 
     def read(self, clock: ClockName) -> float:
         """Reading of a clock of the job, in reference steps."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from resilin.compat.torch_names import ignored_by_ddp
-from resilin.core import _validate
+from resilin.core import _validate, time_share
 from resilin.core.agreement import all_same, pieces, squares
 from resilin.core.rules import Factors
 from resilin.engine import environment
@@ -142,7 +142,7 @@ class DivergenceCheck:
             return int(self._every)
         if not per_step:
             return 1  # the first check of a generation: the next one measures the time of steps
-        return max(1, min(LONGEST, round(seconds / (SHARE * per_step) + 0.5)))
+        return time_share.interval(seconds / per_step, SHARE, longest=LONGEST)
 
     # What is compared ----------------------------------------------------------------------
 
