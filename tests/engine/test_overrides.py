@@ -110,9 +110,7 @@ def test_a_broken_trace_is_an_error_that_names_it(trace):
 
 
 @pytest.mark.world_size(2)
-def test_replicas_with_fewer_micro_batches_than_others_have_the_exact_gradient(
-    shared_path, monkeypatch
-):
+def test_replicas_with_fewer_samples_than_others_have_the_exact_gradient(shared_path, monkeypatch):
     """Sizes that divide nothing; the second step has a sample for one replica only."""
     path = shared_path / f"trace-{torch.distributed.get_rank()}.csv"
     path.write_text("step,batchsize\n0,3\n1,1\n2,7\n")
@@ -122,8 +120,9 @@ def test_replicas_with_fewer_micro_batches_than_others_have_the_exact_gradient(
     x = torch.randn(NUM, 3, dtype=torch.float64)
     plain = nn.Linear(3, 1).double()
     other = torch.optim.SGD(plain.parameters(), lr=0.01)
-    counts, size = [], 0
+    counts, size, own = [], 0, 0
     for (part,) in loader:
+        own += loader.current_samples
         model(part).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -142,7 +141,10 @@ def test_replicas_with_fewer_micro_batches_than_others_have_the_exact_gradient(
     torch.testing.assert_close(model.module.weight, plain.weight, rtol=1e-12, atol=1e-12)
     everyone = [None, None]
     torch.distributed.all_gather_object(everyone, counts)
-    assert everyone == [[2, 1, 4], [1, 1, 3]]
+    # As many micro-batches on both, of which some are fillers: each sample is used once.
+    assert everyone == [[2, 1, 4], [2, 1, 4]]
+    torch.distributed.all_gather_object(everyone, own)
+    assert sum(everyone) == 3 + 1 + 7
 
 
 @pytest.mark.parametrize(
