@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from resilin.compat.names import Package
@@ -19,6 +18,8 @@ _DO_SYNC = ACCELERATE.name(
 _SET_SYNC = ACCELERATE.name(
     "accelerate.state:GradientState._set_sync_gradients", "says which micro-batch completes a step"
 )
+SYNC = _DO_SYNC.attribute
+"""Method that `accelerator.accumulate` asks whether a micro-batch completes a step."""
 _PREPARED = "_is_accelerate_prepared"
 """Mark of a model that `accelerator.prepare` has seen."""
 
@@ -47,8 +48,3 @@ def mark_prepared(model: Any) -> None:
 def set_completes(accelerator: Any, completes: bool) -> None:
     """Says whether the micro-batch at hand completes a step."""
     accelerator.gradient_state._set_sync_gradients(completes)
-
-
-def replace_sync(accelerator: Any, decide: Callable[[], None]) -> None:
-    """Makes `accelerator.accumulate` ask this function, in place of counting batches."""
-    vars(accelerator)[_DO_SYNC.attribute] = decide

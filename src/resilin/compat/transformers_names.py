@@ -5,7 +5,7 @@ Loads no Transformers: `TrainerHooks` is mixed into whatever Trainer there is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from resilin.compat.names import Package
@@ -155,14 +155,20 @@ def end_epoch(trainer: Any, *args: Any, grad_norm: Any, learning_rate: Any) -> N
     trainer._maybe_log_save_evaluate(loss, grad_norm, *args, learning_rate=learning_rate)
 
 
-def forget_scheduler_is_own(trainer: Any) -> None:
-    """Makes the Trainer keep its scheduler for the next call of `train`."""
+def keep_scheduler(trainer: Any) -> None:
+    """Makes the Trainer keep its scheduler when it prepares the run."""
     _CREATED.set(trainer, False)
 
 
 def counters(trainer: Any) -> dict[str, Any]:
     """Counters of a Trainer in this run, apart from its state."""
     return {name.attribute: name.of(trainer) for name in _COUNTERS}
+
+
+def set_counters(trainer: Any, values: Mapping[str, Any]) -> None:
+    """Sets what `counters` has returned."""
+    for name in _COUNTERS:
+        name.set(trainer, values[name.attribute])
 
 
 def add_operations(trainer: Any, number: float) -> None:
@@ -175,9 +181,10 @@ def summed_loss(trainer: Any) -> Any:
     return getattr(trainer, _LOSS.attribute, None)
 
 
-def set_summed_loss(trainer: Any, loss: Any) -> None:
-    """Sets the sum of the losses since the last log."""
+def set_sums(trainer: Any, loss: Any, operations: float) -> None:
+    """Sets the sum of the losses and the number of operations since the last log."""
     _LOSS.set(trainer, loss)
+    _FLOS.set(trainer, operations)
 
 
 def restart_log(trainer: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NoReturn
 
@@ -16,6 +15,7 @@ from resilin.core.rules import ScalingRule
 from resilin.engine.group import DEFAULT_TIMEOUT, init_process_group
 from resilin.integrations.lightning.callback import SAVED
 from resilin.training.bridge.carried import CarriedState
+from resilin.training.bridge.placed_loader import PlacedLoader
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
 
@@ -148,25 +148,6 @@ class _NoControl:
         )
 
 
-class Placed:
-    """A loader whose batches are on the device of Fabric; otherwise the loader itself."""
-
-    def __init__(self, fabric: Fabric, loader: AdaptiveDataLoader) -> None:
-        self._fabric = fabric
-        self._loader = loader
-
-    def __len__(self) -> int:
-        """Reference steps in one epoch."""
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            yield self._fabric.to_device(batch)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
 def setup(
     fabric: Fabric,
     model: nn.Module,
@@ -202,7 +183,7 @@ def setup(
     model, wrapped, *_ = fabric.setup(model, optimizer, scheduler=scheduler)
     # The one that Fabric's wrapper inherits would clear what is being accumulated.
     vars(wrapped)["zero_grad"] = optimizer.zero_grad
-    return model, wrapped, Placed(fabric, loader)
+    return model, wrapped, PlacedLoader(loader, fabric.to_device)
 
 
 class JobState(CarriedState):
