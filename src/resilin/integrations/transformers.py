@@ -23,7 +23,7 @@ from resilin.core.rules import ScalingRule
 from resilin.integrations import accelerate
 from resilin.integrations.folders import load_state, read_state, save_state
 from resilin.integrations.trainer_data import ORDERS, DataSettings, ElasticData
-from resilin.integrations.trainer_progress import CountSteps, ReferenceRun
+from resilin.integrations.trainer_progress import ReferenceRun
 from resilin.integrations.trainer_state import TRAINER_PARTS, TrainerPart
 from resilin.telemetry.extras import load
 from resilin.training.bridge.home import Home
@@ -90,7 +90,7 @@ class ElasticTrainerMixin(ElasticData):
         self._made_scheduler = False
         self._part: TrainerPart | None = None
         # Before all other callbacks, which then see the corrected numbers.
-        self.callback_handler.callbacks.insert(0, CountSteps(lambda: self._part))
+        self.callback_handler.callbacks.insert(0, _CountSteps(lambda: self._part))
 
     # The step ------------------------------------------------------------------------------
 
@@ -292,6 +292,39 @@ class ElasticTrainer(ElasticTrainerMixin, _hf.Trainer):  # type: ignore[misc]
         trainer.train(resume_from_checkpoint=True)
         ```
     """
+
+
+class _CountSteps(_hf.TrainerCallback):  # type: ignore[misc]
+    """Corrects the counters of the stock loop, and records evaluations as events of the job.
+
+    Args:
+        part: Returns the state of the run that is under way.
+    """
+
+    def __init__(self, part: Callable[[], TrainerPart | None]) -> None:
+        self._part = part
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Restore what the hooks of other callbacks will reset."""
+        part = self._part()
+        assert part is not None
+        part.begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Correct the counters, also those of progress bars."""
+        part = self._part()
+        assert part is not None
+        part.run.count(state)
+        for callback in part.callbacks:
+            bar = getattr(callback, "training_bar", None)
+            if bar is not None:
+                bar.total = state.max_steps
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Record the metrics of an evaluation."""
+        if Home().job.recorder is not None:
+            metrics: Mapping[str, Any] = kwargs["metrics"]
+            record({name: value for name, value in metrics.items() if isinstance(value, float)})
 
 
 def _refuse(trainer: Any) -> None:
