@@ -11,6 +11,7 @@ from torch import nn
 
 from resilin.compat import (
     accelerate_names,
+    lightning_names,
     python_names,
     ray_names,
     torch_agent,
@@ -25,6 +26,8 @@ PACKAGES = [
     ray_names.RAY,
     accelerate_names.ACCELERATE,
     transformers_names.TRANSFORMERS,
+    lightning_names.LIGHTNING,
+    lightning_names.TORCHMETRICS,
 ]
 NAMES = [name for package in PACKAGES for name in package.names]
 
@@ -36,7 +39,10 @@ def test_a_name_is_in_the_installed_version(name):
         assert is_assigned(found, name.attribute)
 
 
-ELSEWHERE = {"_opt_called": "torch.optim.lr_scheduler"}
+ELSEWHERE = {
+    "_opt_called": "torch.optim.lr_scheduler",
+    "_val_check_time_interval": "lightning.pytorch.trainer.connectors.data_connector",
+}
 """Attributes that another module sets."""
 
 

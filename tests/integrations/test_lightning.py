@@ -717,7 +717,7 @@ def test_fabric_refuses_what_it_cannot_honour():
         fabric.setup_module(net.net)
     model, *_ = setup(fabric, net.net, net.configure_optimizers(), make_loader())
     with (
-        pytest.raises(ValueError, match=r"no_backward_sync\(enabled=True\) cannot be honoured"),
+        pytest.raises(ValueError, match=r"no_backward_sync\(enabled=True\) is not supported"),
         fabric.no_backward_sync(model, enabled=True),
     ):
         pass

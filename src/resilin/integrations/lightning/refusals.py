@@ -1,4 +1,4 @@
-"""What Lightning may be told and resilin cannot honour: refused with both values, never ignored."""
+"""Settings of Lightning that resilin does not support: rejected with both values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+
+from resilin.compat.lightning_names import results_of, validation_interval
 
 _OWN = {
     "ddp_comm_hook": "the reduction of the gradient weighs it",
@@ -17,17 +19,17 @@ _TRAINER = {
     "accumulate_grad_batches": (1, "the loader accumulates by itself: use max_local_bsz="),
     "overfit_batches": (0.0, "it needs a sampler of its own: train on a subset of the data"),
     "limit_train_batches": (1.0, "an epoch is the loader's: use max_steps="),
-    "reload_dataloaders_every_n_epochs": (0, "the loader's order goes on from epoch to epoch"),
+    "reload_dataloaders_every_n_epochs": (0, "the loader continues its order from epoch to epoch"),
     "val_check_interval": (
         1.0,
         "how many steps an epoch has is not known before: use 1.0, or a number of steps",
     ),
 }
-"""What a Trainer must say, and why."""
+"""The value that a setting of the Trainer must have, and why."""
 
 
 def check_strategy(arguments: Mapping[str, Any]) -> None:
-    """Refuses arguments of `DDPStrategy` that cannot be honoured.
+    """Reject arguments of `DDPStrategy` that are not supported.
 
     Raises:
         ValueError: Names the argument, its value, and why it must be None.
@@ -38,7 +40,7 @@ def check_strategy(arguments: Mapping[str, Any]) -> None:
 
 
 def check_trainer(trainer: Trainer, model: LightningModule) -> None:
-    """Refuses settings of a Trainer that cannot be honoured.
+    """Reject settings of a Trainer that are not supported.
 
     Raises:
         ValueError: Names the setting, its value, the value that it must have, and why.
@@ -48,7 +50,7 @@ def check_trainer(trainer: Trainer, model: LightningModule) -> None:
             f"automatic_optimization (False) of {type(model).__name__} must be True: with manual "
             "optimization use Fabric, or a loop of your own"
         )
-    seconds = trainer._val_check_time_interval  # type: ignore[attr-defined]
+    seconds = validation_interval(trainer)
     if seconds is not None:
         raise ValueError(
             f"val_check_interval ({seconds} s) must be a number of steps, or 1.0: each replica "
@@ -64,7 +66,7 @@ def check_trainer(trainer: Trainer, model: LightningModule) -> None:
 
 
 def check_accumulation(trainer: Trainer) -> None:
-    """The same for the one setting that callbacks change while training is under way."""
+    """Reject accumulation that a callback has switched on during training."""
     if trainer.accumulate_grad_batches != 1:
         wanted, reason = _TRAINER["accumulate_grad_batches"]
         raise ValueError(
@@ -74,14 +76,15 @@ def check_accumulation(trainer: Trainer) -> None:
 
 
 def check_synced_logs(trainer: Trainer) -> None:
-    """The same for what communicates in `training_step`, where replicas may be unequally often."""
-    if trainer.world_size == 1 or trainer._results is None:
+    """Reject synced logging in `training_step`: replicas may run different numbers of parts."""
+    results = results_of(trainer)
+    if trainer.world_size == 1 or results is None:
         return
-    for metric in trainer._results.values():
+    for metric in results.values():
         meta = metric.meta
         if meta.fx == "training_step" and meta.on_step and meta.sync.should:
             raise ValueError(
-                f"self.log({meta.name!r}, on_step=True, sync_dist=True) in training_step() cannot "
-                "be honoured where a step has several micro-batches: replicas may run unequally "
-                "many of them; pass on_step=False, on_epoch=True"
+                f"self.log({meta.name!r}, on_step=True, sync_dist=True) in training_step() is not "
+                "supported where a step has several micro-batches: replicas may run different "
+                "numbers of them; pass on_step=False, on_epoch=True"
             )

@@ -21,14 +21,14 @@ from typing import Any, TypeGuard
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.loops import evaluation_loop, fit_loop
 from torch import Tensor
 
+from resilin.compat import lightning_names
 from resilin.integrations.lightning import files, hooks
 from resilin.integrations.lightning.means import EpochSums
+from resilin.training.bridge.home import Home
 from resilin.training.gates.scheduler import LOOSE
-from resilin.training.job import Job, current_job
-from resilin.training.lifecycle import end_training, start
+from resilin.training.lifecycle import start
 from resilin.training.state.registry import MODEL
 from resilin.training.state.snapshot import split
 
@@ -64,11 +64,11 @@ class Fits:
         self._records: dict[int, dict[str, Any]] = {}
 
     @classmethod
-    def of(cls, job: Job) -> Fits:
-        """Those of a job."""
-        fits = job.extensions.setdefault(FITS, cls())
+    def of(cls, home: Home) -> Fits:
+        """The calls of a job."""
+        fits = home.job.extensions.setdefault(FITS, cls())
         assert isinstance(fits, Fits)
-        job.registry.add(FITS, fits)
+        home.registry.add(FITS, fits)
         return fits
 
     def passed(self) -> dict[str, Any] | None:
@@ -97,12 +97,13 @@ class Fit:
     """
 
     def __init__(self, trainer: Trainer, own: type[Callback]) -> None:
-        job = current_job()
-        start(job)
+        home = self._home = Home()
+        start(home.job)
+        lightning_names.check_trainer(trainer)
         self._trainer = trainer
         self._own = own
         self._ended = False
-        self._fits = Fits.of(job)
+        self._fits = Fits.of(home)
         self._fits.begun += 1
         self.phase = STEPS
         """What comes next, by the moments at which a state is kept."""
@@ -117,7 +118,7 @@ class Fit:
         self.passed = self._fits.passed()
         """What it has left, if it is done and a later fit was under way."""
         if self.passed is not None:
-            self._weights = job.registry.restored(MODEL)
+            self._weights = home.registry.restored(MODEL)
             if trainer.is_global_zero:
                 warnings.warn(
                     f"fit number {self._fits.begun} of this script is done and is passed by: its "
@@ -125,7 +126,7 @@ class Fit:
                     stacklevel=2,
                 )
             return
-        found = job.registry.restored(LOOPS)
+        found = home.registry.restored(LOOPS)
         if found is not None and "phase" not in found:
             raise ValueError(
                 f"the state of the job ({', '.join(sorted(found))} of the Trainer) was kept by an "
@@ -133,15 +134,15 @@ class Fit:
                 "taken: resume it with that version, or from a checkpoint of Lightning"
             )
         if found is not None and found["fit"] == self._fits.begun:
-            self._weights = job.registry.restored(MODEL)
+            self._weights = home.registry.restored(MODEL)
         elif found is not None:
             # That of an earlier fit, which is over.
-            job.registry.remove(LOOPS)
-        job.registry.add(LOOPS, self)
-        job.registry.add_summed(
+            home.registry.remove(LOOPS)
+        home.registry.add(LOOPS, self)
+        home.registry.add_summed(
             f"{SUMS}/{self._fits.begun}",
             self.sums,
-            first_replica=job.engine.membership.process == 0,
+            first_replica=home.engine.membership.process == 0,
         )
 
     # The state -----------------------------------------------------------------------------
@@ -182,7 +183,7 @@ class Fit:
         return {
             **hooks.as_checkpoint(state, self._trainer, self._weights or {}),
             "epoch": state["fit_loop"]["epoch_progress"]["current"]["completed"],
-            "global_step": current_job().clock.steps,
+            "global_step": self._home.clock.steps,
             "loops": {"fit_loop": state["fit_loop"]},
             "lr_schedulers": state["schedulers"],
         }
@@ -205,11 +206,11 @@ class Fit:
             _show(trainer, self.passed["shown"])
             loop.load_state_dict(self.passed["fit_loop"])
             # No sanity check for what is done.
-            loop.epoch_loop.val_loop._restarting = True
+            lightning_names.set_restarting(loop.epoch_loop.val_loop, True)
         elif self._left is not None:
             hooks.give_rest(self._left, trainer)
             # No sanity check: the run has begun long ago.
-            loop.epoch_loop.val_loop._restarting = True
+            lightning_names.set_restarting(loop.epoch_loop.val_loop, True)
             if self._left["phase"] == DONE:
                 _show(trainer, self._left["shown"])
             if self._left["phase"] in (VALIDATION, EPOCH_END, TRAIN_END):
@@ -235,14 +236,14 @@ class Fit:
         self.files.begin(trainer)
         self.sums.resume(state["outline"])
         _show(trainer, state["shown"])
-        _end_restart(loop)
+        lightning_names.end_restart(loop)
         if self.phase in (TRAIN_END, DONE):
             self._set_limits()
             trainer.should_stop = state["should_stop"]
             self.phase = STEPS if self.phase == DONE else self.phase
             return
         # The epoch has begun already, and so have its counters.
-        loop._restart_stage = fit_loop.RestartStage.RESTARTED_MID_EPOCH
+        lightning_names.restart_in_epoch(loop)
         _replace(loop.epoch_loop, "reset", partial(self._enter_epoch, state["should_stop"]))
         _resume_averaging(trainer)
 
@@ -255,10 +256,7 @@ class Fit:
             self._trainer.should_stop = should_stop
             return
         # It goes to the validation by what it does where one was left off.
-        loop._restarting = True
-        loop.val_loop._has_run = False
-        loop.val_loop._restart_stage = evaluation_loop.RestartStage.RESTARTED_MID_EVALUATION
-        _replace(loop, "_should_check_val_fx", lambda fetcher: True)
+        lightning_names.restart_before_validation(loop)
         self._stop_later = should_stop
 
     def _set_limits(self) -> None:
@@ -268,7 +266,7 @@ class Fit:
 
     def validation_start(self) -> None:
         """A validation begins."""
-        _replace(self._trainer.fit_loop.epoch_loop, "_should_check_val_fx", None)
+        lightning_names.validation_begun(self._trainer.fit_loop.epoch_loop)
         if self._stop_later:
             self._trainer.should_stop, self._stop_later = True, False
 
@@ -279,19 +277,19 @@ class Fit:
         if self._ended:
             return
         self._ended = True
-        job = current_job()
+        home = self._home
         self._weights = None
         if self.passed is not None:
-            _end_restart(self._trainer.fit_loop)
+            lightning_names.end_restart(self._trainer.fit_loop)
             return
         if self._left is not None:
-            _end_restart(self._trainer.fit_loop)
+            lightning_names.end_restart(self._trainer.fit_loop)
         else:
             self.phase = DONE
-            if start(job).active:
+            if start(home.job).active:
                 self._fits.end(_record(self.state_dict()))
-        end_training(job)
-        job.registry.remove(LOOPS)
+        home.end_training()
+        home.registry.remove(LOOPS)
         files.end(self._trainer)
 
 
@@ -317,33 +315,18 @@ def _replace(loop: Any, name: str, method: Any) -> None:
         delattr(loop, name)
 
 
-def _end_restart(loop: Any) -> None:
-    """Lets the loops go on as if they had never stopped."""
-    epoch_loop = loop.epoch_loop
-    for each in (
-        loop,
-        epoch_loop,
-        epoch_loop.val_loop,
-        epoch_loop.automatic_optimization,
-        epoch_loop.manual_optimization,
-    ):
-        each._restarting = False
-        each._loaded_from_state_dict = False
-    loop.reset_restart_stage()
-    epoch_loop.reset_restart_stage()
-    epoch_loop.val_loop.reset_restart_stage()
-
-
 def _resume_averaging(trainer: Trainer) -> None:
     """StochasticWeightAveraging makes its scheduler where an epoch begins, which has begun."""
     optimizer = trainer.optimizers[0]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state:
+        if isinstance(callback, StochasticWeightAveraging) and lightning_names.averages_weights(
+            callback
+        ):
             groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update(settings)
-            registry = current_job().registry
+            registry = Home().registry
             if registry.restored(LOOSE) is not None:
                 # The callback has restored that scheduler itself, with all that it counts.
                 registry.remove(LOOSE)
@@ -351,14 +334,11 @@ def _resume_averaging(trainer: Trainer) -> None:
 
 # What is shown -------------------------------------------------------------------------------
 
-_SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-
 
 def _shown(trainer: Trainer) -> dict[str, Any]:
     """The newest values of what was logged."""
-    connector, found = trainer._logger_connector, {}
-    for name in _SHOWN:
-        values = getattr(connector, name)
+    found = {}
+    for name, values in lightning_names.shown_values(trainer).items():
         tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
         numbers: dict[str, Any] = {
             key: [value, None] for key, value in values.items() if isinstance(value, int | float)
@@ -374,12 +354,12 @@ def _shown(trainer: Trainer) -> dict[str, Any]:
 
 def _show(trainer: Trainer, shown: Mapping[str, Any]) -> None:
     device = trainer.strategy.root_device
-    for name in _SHOWN:
+    for name, values in lightning_names.shown_values(trainer).items():
         for key, (value, kind) in shown[name].items():
             known = value
             if kind is not None:
                 known = torch.tensor(value, dtype=getattr(torch, kind), device=device)
-            getattr(trainer._logger_connector, name)[key] = known
+            values[key] = known
 
 
 # Records -------------------------------------------------------------------------------------

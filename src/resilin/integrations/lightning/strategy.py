@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from resilin.compat import lightning_names
 from resilin.core.rules import ScalingRule
 from resilin.engine.group import DEFAULT_TIMEOUT, init_process_group
 from resilin.integrations.lightning.callback import Elastic
@@ -26,7 +27,7 @@ from resilin.integrations.lightning.refusals import (
 )
 from resilin.integrations.lightning.resume import Fit
 from resilin.integrations.lightning.steps import InSteps, Steps
-from resilin.training.job import current_job
+from resilin.training.bridge.home import Home
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
 
@@ -71,6 +72,7 @@ class ElasticStrategy(InSteps, DDPStrategy):
     ) -> None:
         check_strategy(kwargs)
         super().__init__(**kwargs)
+        lightning_names.check_strategy(self)
         self._schedule_by: ScheduleBy = schedule_by
         self._elastic: dict[str, Any] = {
             "rule": rule,
@@ -101,8 +103,8 @@ class ElasticStrategy(InSteps, DDPStrategy):
     def setup_distributed(self) -> None:
         """Joins the other processes, under a name that no earlier group on this store has had."""
         if isinstance(self.cluster_environment, TorchElasticEnvironment):
-            backend = self._get_process_group_backend()
-            init_process_group(backend, timeout=self._timeout or DEFAULT_TIMEOUT)
+            backend, timeout = lightning_names.process_group_of(self)
+            init_process_group(backend, timeout=timeout or DEFAULT_TIMEOUT)
         super().setup_distributed()
 
     def setup_environment(self) -> None:
@@ -114,7 +116,7 @@ class ElasticStrategy(InSteps, DDPStrategy):
         self.fit = Fit(trainer, Elastic)
         if self.fit.resumes:
             # What the Trainer would have read from a file.
-            trainer._checkpoint_connector._loaded_checkpoint = self.fit.checkpoint()
+            lightning_names.resume_from(trainer, self.fit.checkpoint())
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
@@ -123,7 +125,7 @@ class ElasticStrategy(InSteps, DDPStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._trainer.state.fn != TrainerFn.FITTING or self.fit is None or not self.fit.resumes:
             return checkpoint
-        if checkpoint.get("global_step", 0) <= current_job().clock.steps:
+        if checkpoint.get("global_step", 0) <= Home().clock.steps:
             return self.fit.checkpoint()
         self.fit.give_way()
         return checkpoint
@@ -164,7 +166,7 @@ class ElasticStrategy(InSteps, DDPStrategy):
                 f"{len(self.optimizers)} optimizers; resilin trains with 1"
             )
         scheduler, schedule_by = self._take_scheduler()
-        arguments = dict(self._ddp_kwargs)
+        arguments = lightning_names.ddp_arguments(self)
         if (device_ids := self.determine_ddp_device_ids()) is not None:
             arguments["device_ids"] = device_ids
         assert self.lightning_module is not None
@@ -253,10 +255,10 @@ class ElasticStrategy(InSteps, DDPStrategy):
         trainer, model = self._trainer, self.lightning_module
         assert model is not None
         batch = self.precision_plugin.convert_input(batch)
-        batch = model._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = lightning_names.before_transfer(model, batch)
         batch = self.batch_to_device(batch, dataloader_idx=0)
         # Where `self.log` reads how many samples its value stands for.
-        trainer._logger_connector.on_batch_start(batch)
+        lightning_names.begin_micro_batch(trainer, batch)
         return batch
 
     # The step ------------------------------------------------------------------------------
@@ -264,10 +266,8 @@ class ElasticStrategy(InSteps, DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """A step begins. Whether it is the last of the epoch is known when it is committed."""
         check_accumulation(self._trainer)
-        loop = self._trainer.fit_loop
-        assert loop._data_fetcher is not None
-        # It has counted the reference steps of an epoch, of which there may be more or fewer.
-        loop._data_fetcher.done = loop.epoch_loop.batch_progress.is_last_batch = False
+        # The loop has counted the reference steps of an epoch, of which there may be more or fewer.
+        lightning_names.continue_epoch(self._trainer.fit_loop)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs `training_step` on each micro-batch; the backward pass of the last is to come."""
