@@ -1,6 +1,7 @@
 """Private names of other packages: declared in `compat/`, there, and missed in one sentence."""
 
 import inspect
+import os
 import re
 import sys
 from importlib import import_module
@@ -11,6 +12,7 @@ from torch import nn
 
 from resilin.compat import (
     accelerate_names,
+    keras_names,
     lightning_names,
     python_names,
     ray_names,
@@ -20,6 +22,8 @@ from resilin.compat import (
 )
 from resilin.compat.names import MissingNameError, Name, Package
 
+os.environ.setdefault("KERAS_BACKEND", "torch")
+
 PACKAGES = [
     torch_agent.TORCH,
     python_names.PYTHON,
@@ -28,6 +32,7 @@ PACKAGES = [
     transformers_names.TRANSFORMERS,
     lightning_names.LIGHTNING,
     lightning_names.TORCHMETRICS,
+    keras_names.KERAS,
 ]
 NAMES = [name for package in PACKAGES for name in package.names]
 
