@@ -46,7 +46,7 @@ def test_a_name_is_in_the_installed_version(name):
 
 ELSEWHERE = {
     "_opt_called": "torch.optim.lr_scheduler",
-    "_val_check_time_interval": "lightning.pytorch.trainer.connectors.data_connector",
+    "_val_check_time_interval": "lightning.pytorch.trainer.setup",
 }
 """Attributes that another module sets."""
 

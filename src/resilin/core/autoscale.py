@@ -40,7 +40,7 @@ class Votes(NamedTuple):
     seconds: float
     """Duration of that step."""
     sync_seconds: float
-    """How long that step waited for the reduction of its gradient."""
+    """Seconds that the step waited for the reduction of its gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class AutoscaleState:
     def votes(
         self, proposed: Decision | None, ran: float | None, sync_seconds: float | None, leads: bool
     ) -> Votes:
-        """What one replica says in the ballot of a step.
+        """Numbers of one replica in the ballot of a step.
 
         Args:
             proposed: The decision that is to take effect; None if there is none.

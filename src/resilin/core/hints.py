@@ -33,7 +33,7 @@ class HintsError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speedup:
-    """What a job would make of other numbers of replicas, on hosts as full as they are now."""
+    """Goodput of the job at other numbers of replicas, on hosts as full as they are now."""
 
     replicas: tuple[int, ...]
     """Numbers of replicas: powers of two."""
@@ -75,7 +75,7 @@ class JobHints:
     throughput: ThroughputModel | None
     """Model of the step times; None while no step was measured."""
     speedup: Speedup | None = None
-    """What other numbers of replicas would bring; None without a throughput."""
+    """Speedup at other numbers of replicas; None without a throughput."""
 
     def with_speedup(self, max_replicas: int) -> JobHints:
         """The same with the speedup of up to so many replicas, if there is a throughput."""

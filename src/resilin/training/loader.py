@@ -468,7 +468,7 @@ class AdaptiveDataLoader(SizedLoader):
 
 
 def _surroundings(job: Job) -> Surroundings:
-    """What the batch sizes of a loader read of its job."""
+    """Parts of its job that the batch sizes of a loader need."""
 
     def tokens_per_step() -> float | None:
         return None if job.trained is None else job.trained.scaling.reference.tokens_per_step

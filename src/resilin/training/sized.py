@@ -137,9 +137,9 @@ class SizedLoader:
 
         This replica's part of the step is then repeated with micro-batches of half the size, from
         now on; the global batch stays. It cannot help when other replicas have received a part of
-        the gradient already, late in the backward pass, or in the optimizer: then the error goes
-        on, as without this. The repeated step has more micro-batches on this replica than on the
-        others, so a module with collectives in its forward pass cannot repeat one.
+        the gradient already, late in the backward pass, or in the optimizer: then the error is
+        raised, as without this. The repeated step has more micro-batches on this replica than on
+        the others, so a module with collectives in its forward pass cannot repeat one.
         """
         job = self.job
         try:

@@ -61,7 +61,7 @@ class Autoscaler:
 
     @property
     def bounds(self) -> BatchBounds:
-        """What the user allows, and what fits into memory."""
+        """Bounds that the user allows and that fit into memory."""
         bounds, fits = self._tuner.bounds, self._memory.limit
         if fits is None:
             return bounds

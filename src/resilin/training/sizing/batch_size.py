@@ -141,7 +141,7 @@ class BatchSizes:
         A trace that is being replayed overrides the script's choice.
 
         Args:
-            kept: What survives of the loader's batch sizes. A loader that was made anew continues
+            kept: What survives of the loader's batch sizes. A new loader in its place continues
                 with what the autoscaler of the one before it has learned.
             voters: Members of the ballots.
             made_within: Whether the loader was made within an epoch.

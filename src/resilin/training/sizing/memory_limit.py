@@ -135,7 +135,7 @@ class SharedLimit:
     def __init__(self, engine: Engine, room: Room | None) -> None:
         self._engine = engine
         self.room = room
-        """What fits into the memory of this replica, if that is watched."""
+        """Limit of the memory of this replica, if that is watched."""
         self.limit = self._told = self._own
         """The largest micro-batch; the same on all replicas. None if none of them has a limit."""
         self._exchanges = self._always = room is not None

@@ -1,4 +1,4 @@
-"""What sizing reads of the job around it."""
+"""The parts of a job that sizing reads."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Surroundings:
     """The parts of the job that sizing reads, and those that it writes events to."""
 
     engine: Engine
-    """Who is in the job."""
+    """The engine of the job."""
     timeline: Timeline
-    """How far it has come."""
+    """The timeline of the job."""
     events: Events
-    """Who hears of decisions."""
+    """The events, to which decisions are reported."""
     has_model: Callable[[], bool]
     """Returns whether a model is being trained: it counts the steps then."""
     tokens_per_step: Callable[[], float | None]
@@ -35,7 +35,7 @@ class Surroundings:
 
 
 class KeptSizes(Protocol):
-    """What survives of a loader's batch sizes when it is made anew, or the job restarts."""
+    """The part of a loader's batch sizes that survives a new loader, or a restart of the job."""
 
     chosen: int | str | None
     """The batch size that the loop has set, or in words what else it has set."""

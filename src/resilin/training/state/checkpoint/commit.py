@@ -142,7 +142,7 @@ def encode(commit: Commit) -> bytes:
 
 
 def to_json(commit: Commit) -> Json:
-    """A commit as other processes of the job are told of it."""
+    """The JSON form of a commit, for other processes of the job."""
     return [commit.version.to_json(), commit.name, commit.path, encode(commit).decode()]
 
 
@@ -281,4 +281,4 @@ def _whole(value: Any, at_least: int = 0) -> int:
 
 
 COMMIT: Wire[Commit] = Wire(to_json, from_json)
-"""How processes tell each other of a commit."""
+"""The form in which processes send each other a commit."""

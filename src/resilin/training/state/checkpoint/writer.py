@@ -93,7 +93,7 @@ class Written:
 
 
 WRITTEN: Wire[Written] = Wire(Written.to_json, Written.from_json)
-"""How processes report what they have written."""
+"""The form in which processes report the files they have written."""
 
 
 def write_share(
