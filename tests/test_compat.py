@@ -1,15 +1,19 @@
 """Private names of other packages: declared in `compat/`, there, and missed in one sentence."""
 
+import ast
 import inspect
 import os
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import resilin
 from resilin.compat import (
     accelerate_names,
     keras_names,
@@ -118,6 +122,101 @@ def test_a_package_of_unknown_version_is_named_all_the_same():
 def test_each_name_has_a_use_and_no_two_are_the_same():
     assert all(name.use for name in NAMES)
     assert len({name.path for name in NAMES}) == len(NAMES)
+
+
+def test_the_page_lists_every_name_and_its_use():
+    page = (Path(__file__).parents[1] / "docs" / "compatibility.md").read_text()
+    listed = set(re.findall(r"^\| `(\S+)` \| (.+) \|$", page, re.MULTILINE))
+    assert listed == {(str(name), name.use) for name in NAMES}
+    for package in PACKAGES:
+        head = rf"^## {package.distribution}\n\nTested with {' and '.join(package.tested)}\.$"
+        assert re.search(head, page, re.MULTILINE), package.distribution
+
+
+# Nobody else uses such a name ----------------------------------------------------------------
+
+PUBLIC = {"_exit", "_replace", "_fields"}
+"""Names with an underscore that Python documents: `os._exit`, and those of named tuples."""
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in PUBLIC
+
+
+def defined_in(tree: ast.AST) -> set[str]:
+    """Attributes and functions that some code defines."""
+    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return found
+
+
+def classes(trees: Iterable[ast.Module]) -> dict[str, ast.ClassDef]:
+    return {n.name: n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+
+
+def foreign_names(tree: ast.Module, ours: Mapping[str, ast.ClassDef]) -> list[str]:
+    """Private names that a module uses, and that neither it nor a base class of ours defines.
+
+    Args:
+        tree: The module.
+        ours: All classes of the package, by name.
+    """
+    defined, bases = defined_in(tree), [*classes([tree]).values()]
+    for each in bases:
+        found = [ours[ast.unparse(base)] for base in each.bases if ast.unparse(base) in ours]
+        bases.extend(base for base in found if base not in bases)
+        defined |= defined_in(each)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in defined:
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+        elif isinstance(node, ast.ImportFrom):
+            # `resilin.core._validate` and the like are modules of our own.
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            if parts[0] != "resilin" and any(private(part) for part in parts):
+                found.append(f"{node.lineno}: {ast.unparse(node)}")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            *("getattr", "setattr", "hasattr", "delattr"),
+        ):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and private(str(name.value)):
+                found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+SOURCES = Path(resilin.__file__).parent
+
+
+def test_no_other_module_uses_a_private_name():
+    trees = {
+        path.relative_to(SOURCES).as_posix(): ast.parse(path.read_text())
+        for path in sorted(SOURCES.rglob("*.py"))
+    }
+    ours = classes(trees.values())
+    found = {where: foreign_names(tree, ours) for where, tree in trees.items()}
+    assert found.pop("compat/torch_names.py")
+    assert {
+        where: names for where, names in found.items() if names and "compat/" not in where
+    } == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch._foreach_mul_(x)",
+        "from torch._utils import x",
+        "from torch.optim import _x",
+        "getattr(trainer, '_loops')",
+        "self._of_a_base_class()",
+    ],
+)
+def test_a_private_name_would_be_found(line):
+    assert foreign_names(ast.parse(line), {})
+    assert not foreign_names(ast.parse("class A:\n def f(self):\n  self._x = os._exit"), {})
 
 
 # What the functions do -----------------------------------------------------------------------

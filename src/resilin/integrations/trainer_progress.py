@@ -33,7 +33,7 @@ class ReferenceRun:
         """Reference steps that are done, by the clock of the rule."""
         job = self._job
         assert job.model is not None
-        reference = job.timeline.reference or self._loader._reference()
+        reference = job.timeline.reference or self._loader.reference_run()
         return job.clock.read(job.model.rule.clock, reference)
 
     def count(self, state: Any) -> None:

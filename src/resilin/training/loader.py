@@ -130,7 +130,7 @@ class AdaptiveDataLoader(SizedLoader):
         if max_local_bsz is not None:
             _validate.whole("max_local_bsz", max_local_bsz, at_least=1)
         job = current_job()
-        sizes = BatchSizes(_surroundings(job), self._reference(), max_local_bsz, room)
+        sizes = BatchSizes(_surroundings(job), self.reference_run(), max_local_bsz, room)
         super().__init__(job, self.batch_size, sizes)
         self._batch_weight = batch_weight
         cursors = self.job.iterations.cursors
@@ -195,7 +195,8 @@ class AdaptiveDataLoader(SizedLoader):
     def _reference_steps(self, cursor: int) -> float:
         return self._stream.reference_steps(cursor, self.batch_size, tail=self._tail)
 
-    def _reference(self) -> Reference:
+    def reference_run(self) -> Reference:
+        """The run that the learning rate was tuned for: its batch, and its steps per epoch."""
         return Reference(self.batch_size, steps_per_epoch=self._steps_per_epoch() or None)
 
     def __iter__(self) -> Iterator[Any]:
@@ -379,7 +380,7 @@ class AdaptiveDataLoader(SizedLoader):
     def _step(self, job: Job, current: Iteration, span: range, batch_size: int) -> Iterator[Any]:
         training, self._iteration = current.training, current
         if training:
-            job.timeline.reference = self._reference()
+            job.timeline.reference = self.reference_run()
             self._sizes.memory.agree()
         plan = current.plan = self._sizes.plan(len(span), batch_size, training=training)
         self._sizes.begin_step(plan, whole=training and len(span) == batch_size)
