@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from resilin.training.script.checkpoints import checkpoint_to, register, resume, stop_when
     from resilin.training.script.epochs import remaining_epochs_until
     from resilin.training.script.events import events_to, listen, record
-    from resilin.training.script.hints import hints
-    from resilin.training.script.plan import check_split, plan
+    from resilin.training.script.plan import check_split, hints, plan
     from resilin.training.script.progress_bar import progress_bar
 
 __version__ = "0.2.0.dev0"
@@ -44,7 +43,7 @@ _HOMES = {
     "checkpoint_to": "resilin.training.script.checkpoints",
     "current_job": "resilin.training.job",
     "events_to": "resilin.training.script.events",
-    "hints": "resilin.training.script.hints",
+    "hints": "resilin.training.script.plan",
     "init_process_group": "resilin.engine.group",
     "listen": "resilin.training.script.events",
     "plan": "resilin.training.script.plan",

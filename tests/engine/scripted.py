@@ -221,5 +221,5 @@ def times_used(world: World) -> Counter[int]:
 def times_due(world: World) -> Counter[int]:
     """How often each sample should have been, by how far all replicas say that they have come."""
     (end,) = {replica.loader.state_dict()["cursor"] for replica in world.replicas}
-    stream = world.replicas[0].loader._stream
+    stream = world.replicas[0].loader._batches.stream
     return Counter(stream.indices(range(end)).tolist())

@@ -50,6 +50,7 @@ PLACES = (
     "training/state/shards.py",
     "training/state/checkpoint/",
     "training/loader.py",
+    "training/passes.py",
     "training/data/cursor.py",
     "training/data/fetching.py",
     "training/gradient/",

@@ -76,7 +76,10 @@ class StartEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvent(Event):
-    """One committed optimizer step. Not every step has to be reported."""
+    """One committed optimizer step. Not every step has to be reported.
+
+    Many attributes: one per number of a line in the log.
+    """
 
     name: ClassVar[str] = "step"
 

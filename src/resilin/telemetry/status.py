@@ -31,6 +31,8 @@ State = Literal["waiting", "running", "silent", "finished"]
 class Status:
     """The state of a run so far.
 
+    Many attributes: one per row of the live view.
+
     Args:
         name: Name of the run.
     """

@@ -9,51 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from resilin.core.clock import Clock, Reference
-from resilin.core.events import Event
-from resilin.core.plan import BatchBounds
-from resilin.core.profile import StepProfile
+from resilin.core.clock import Clock
 from resilin.engine.base import Engine
 from resilin.engine.group import detect
 from resilin.training.ballot import Voter
-from resilin.training.data.cursor import Cursors
-from resilin.training.data.iteration import Iteration, Iterations
-from resilin.training.events import Events, Listener, Stamp
+from resilin.training.data.iteration import Iterations
+from resilin.training.events import Events
 from resilin.training.model import TrainedModel
 from resilin.training.records import MicroBatch
 from resilin.training.report.recorder import Recorder
+from resilin.training.sizing.autoscale import Autoscaler
 from resilin.training.state.randomness import RandomStates
 from resilin.training.state.recovery import Recovery
 from resilin.training.state.registry import Registry
 from resilin.training.state.settings import StateSettings
 from resilin.training.step_timer import StepTimer
 from resilin.training.timeline import Timeline
-
-
-class BatchChooser(Protocol):
-    """Interface of an autoscaler."""
-
-    @property
-    def reference(self) -> int:
-        """The reference batch."""
-        ...
-
-    @property
-    def bounds(self) -> BatchBounds:
-        """Bounds set by the user."""
-        ...
-
-    @property
-    def batch_size(self) -> int:
-        """The global batch size now."""
-        ...
-
-    @property
-    def profile(self) -> StepProfile:
-        """Measured step times; the same on all replicas."""
-        ...
 
 
 @dataclass(slots=True)
@@ -80,7 +53,7 @@ class Job:
     """Reports the steps; None until the job has started."""
     trained: TrainedModel | None = None
     """The model that is being trained, with its gradient and its gates."""
-    autoscaler: BatchChooser | None = None
+    autoscaler: Autoscaler | None = None
     """Chooses the batch size of the loader that trains, if anything does."""
     voters: list[Voter] = field(default_factory=list)
     """Members of the ballots, in the same order on all replicas."""
@@ -129,46 +102,6 @@ class Job:
         """The loader that handed it out; None outside a resilin loader."""
         current = self.iterations.current
         return None if current is None else current.loader
-
-    # On their way to the parts: rooms that still take a whole job read these.
-
-    @property
-    def reference(self) -> Reference | None:
-        """The run that the learning rate was tuned for."""
-        return self.timeline.reference
-
-    @property
-    def total_steps(self) -> float | None:
-        """Length of the run in reference steps, if it is known."""
-        return self.timeline.total_steps
-
-    @property
-    def cursors(self) -> Cursors:
-        """Positions of the loaders that train."""
-        return self.iterations.cursors
-
-    @property
-    def iteration(self) -> Iteration | None:
-        """The iteration that handed out the latest micro-batch."""
-        return self.iterations.current
-
-    @property
-    def listeners(self) -> list[Listener]:
-        """Functions that are called with each event."""
-        return self.events.listeners
-
-    @property
-    def is_heard(self) -> bool:
-        """Whether anybody listens to the events of this replica."""
-        return self.events.is_heard
-
-    def stamp(self) -> Stamp:
-        """The common fields of an event that happens now."""
-        return self.events.stamp()
-
-    def emit(self, event: Event) -> None:
-        """Reports an event."""
-        self.events.emit(event)
 
     # State ---------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -259,15 +259,7 @@ class AdaptiveDataParallel(nn.Module):
             step: Where it is on the axis.
             prefix: What the tags begin with.
         """
-        values = {
-            "gain": self.gain,
-            "scale": self.scale,
-            "progress": self.progress,
-            "lr_factor": self.factors[0].lr,
-        }
-        noise = self.sample_noise
-        if noise is not None:
-            values.update(sqr_norm=noise.sqr_norm, trace=noise.trace)
+        values = {**self._scaling.scalars(), "progress": self.progress}
         write_scalars(writer, values, step, prefix)
 
     # The forward pass ----------------------------------------------------------------------
@@ -277,12 +269,8 @@ class AdaptiveDataParallel(nn.Module):
         if not self._trained.trains:
             return self.module(*args, **kwargs)
         self._flow.begin(args, kwargs)
-        with self._measured_forward():
+        with self.job.iterations.measured_forward():
             return self._gradient.forward(*args, **kwargs)
-
-    def _measured_forward(self) -> AbstractContextManager[None]:
-        current = self.job.iterations.current
-        return nullcontext() if current is None else current.measured_forward()
 
     @contextmanager
     def weight(self, weight: float) -> Iterator[None]:

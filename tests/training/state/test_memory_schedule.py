@@ -191,7 +191,7 @@ def test_what_a_lost_worker_costs_is_said_and_told_of(tmp_path, monkeypatch, cap
     monkeypatch.setenv("RESILIN_MEMORY_DIR", str(tmp_path / "memory"))
     resilin.checkpoint_to(None, memory_every=every)
     told = []
-    resilin.current_job().listeners.append(told.append)
+    resilin.current_job().events.listeners.append(told.append)
     job = Job()
     job.train(1)
     assert [event.steps for event in told if isinstance(event, RiskEvent)] == [risk]
@@ -201,7 +201,7 @@ def test_what_a_lost_worker_costs_is_said_and_told_of(tmp_path, monkeypatch, cap
 def test_without_memory_copies_all_since_the_last_checkpoint_is_at_risk(tmp_path):
     resilin.checkpoint_to(tmp_path, every=4)
     told, seen = [], []
-    resilin.current_job().listeners.append(told.append)
+    resilin.current_job().events.listeners.append(told.append)
     Job().train(1, on_step=lambda job: seen.append(resilin.current_job().recovery.at_risk))
     # A checkpoint counts when it is complete, which is at a later step.
     assert seen[:4] == [1, 2, 3, 4]

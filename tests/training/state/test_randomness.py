@@ -213,7 +213,7 @@ def test_random_numbers_of_samples_depend_on_their_positions_alone(world, helper
             max_local_bsz=3,
         )
         epochs = [samples(loader) for _ in range(2)]
-        assert epochs == [by_position(loader._stream, epoch, helper) for epoch in range(2)]
+        assert epochs == [by_position(loader._batches.stream, epoch, helper) for epoch in range(2)]
         # Another number in each sample, and in each epoch.
         assert len({*epochs[0].values(), *epochs[1].values()}) == 2 * ROWS
 

@@ -15,6 +15,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from resilin.core.membership import Membership
@@ -133,6 +134,16 @@ class Cursor:
         self.passes = PassCount.from_state(state, self.position)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LoaderName:
+    """The name of one loader; two of them are the same only if they are one object."""
+
+    text: str
+    """Its name in the state of the job."""
+    made_within: bool
+    """Whether the loader was made within an epoch."""
+
+
 class Cursors:
     """The cursors of one job, and the names of its loaders."""
 
@@ -159,7 +170,7 @@ class Cursors:
         """The loop over epochs is over, or left."""
         self.in_epoch = False
 
-    def name(self, fingerprint: str) -> str:
+    def name(self, fingerprint: str) -> LoaderName:
         """Names a loader that is being made."""
         if self.in_epoch:
             number, kind = self._within[fingerprint], "epoch/"
@@ -169,7 +180,7 @@ class Cursors:
             self._outside[fingerprint] += 1
         name = f"{CURSORS}{fingerprint}/{kind}{number}"
         self.made.add(name)
-        return name
+        return LoaderName(name, made_within=self.in_epoch)
 
     def get(self, name: str, stream: SampleStream, epoch: int) -> Cursor:
         """The cursor of this name; it begins at 0 if there is none.
@@ -193,6 +204,41 @@ class Cursors:
                 )
             self._cursors[name] = Cursor(name, stream)
         return self._cursors[name]
+
+
+class FormerNames:
+    """Finds the state of a loader that was kept under another name.
+
+    Args:
+        name: The name now.
+        stream: The stream of the loader.
+        epoch: The epoch that is under way.
+        cursors: The cursors of the job.
+    """
+
+    def __init__(self, name: str, stream: SampleStream, epoch: int, cursors: Cursors) -> None:
+        self._name = name
+        self._stream = stream
+        self._epoch = epoch
+        self._made = cursors.made
+        self._first = cursors.none_used
+        self._found: str | None = None
+
+    def cursor(self, parts: Mapping[str, Any]) -> str | None:
+        """The other name of its cursor among restored parts that nobody has claimed.
+
+        Raises:
+            ValueError: It is the first loader that trains, and the state is that of other data.
+        """
+        self._found = former_name(self._name, self._stream, parts, self._made)
+        if self._found is None and self._first:
+            refuse_other_data(self._name, self._stream, parts, self._epoch, self._made)
+        return self._found
+
+    def autoscaler(self, parts: Mapping[str, Any]) -> str | None:
+        """The other name of its autoscaler; `cursor` was called before."""
+        name = f"{self._found}/autoscale"
+        return name if self._found and name in parts else None
 
 
 def former_name(

@@ -22,7 +22,10 @@ from resilin.training.timeline import Timeline
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Iteration:
-    """One iteration over a loader, from its first batch to its end."""
+    """One iteration over a loader, from its first batch to its end.
+
+    Many attributes: the record that loader, model and lifecycle read instead of a shared object.
+    """
 
     loader: object
     """The loader that is iterated; only its identity is used."""
@@ -58,6 +61,9 @@ class Iteration:
     """Steps committed when the last micro-batch of the current step was handed out."""
     failed_at: int | None = None
     """Steps committed when its current step failed; None if that has not failed."""
+    repeats_below: int | None = None
+    """Samples of the micro-batch that ran out of memory: this replica's part of the step is issued
+    again in smaller ones. None if none did."""
     closed: bool = False
     """Whether it is over: exhausted, left, or superseded by a later one."""
     enclosing: dict[str, int] = field(default_factory=dict)
@@ -98,6 +104,10 @@ class Iterations:
     def plan(self) -> BatchPlan | None:
         """The split of the step that the loop body works on; None outside a resilin loader."""
         return None if self.current is None else self.current.plan
+
+    def measured_forward(self) -> AbstractContextManager[None]:
+        """Surrounds the forward pass of the current micro-batch, to measure its memory."""
+        return nullcontext() if self.current is None else self.current.measured_forward()
 
     def is_elsewhere(self, iteration: object) -> bool:
         """Whether the loop body works on a micro-batch of another iteration than this one."""

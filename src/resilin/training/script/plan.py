@@ -1,4 +1,4 @@
-"""`plan` and `check_split`: the split of a global batch, and whether a loss depends on it."""
+"""`plan`, `check_split` and `hints`: the split of a global batch, and the speed at other sizes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from resilin.core import _validate
+from resilin.core.fit import fit
+from resilin.core.hints import JobHints
 from resilin.core.plan import BatchPlan
 from resilin.training.gradient.split_check import SplitCheck, compare_pieces
 from resilin.training.job import current_job
@@ -97,3 +100,49 @@ def check_split(
     if not model.training:
         raise RuntimeError("check_split() needs the model in training mode: call model.train()")
     return compare_pieces(model, loss, batch, pieces=pieces, weight=weight, tolerance=tolerance)
+
+
+def hints(max_replicas: int = 64) -> dict[str, Any]:
+    """Speed of this job with other numbers of replicas. Works on any replica.
+
+    `resilin.core.hints.JobHints.from_json` reads it, without torch.
+
+    Args:
+        max_replicas: Largest number of replicas in the speedup, at powers of two.
+
+    Returns:
+        A dict that `json.dumps` takes. `version`; `placement` (hosts, replicas); `batch`
+        (reference, current, max_batch_size, local_bsz_bounds, gradient_accumulation); `progress`
+        (steps, samples, progress in reference steps, total if known); `noise` (sqr_norm, and
+        trace per sample) or None; `throughput` (the fields of
+        `resilin.core.throughput.ThroughputModel`) or None while no step was measured; `speedup`
+        (replicas, and best goodput over that of one replica on one host; 0 where the bounds
+        allow no plan) or None without a throughput.
+
+    Raises:
+        ValueError: No loader of the job chooses its batch size; `autoscale_batch_size` makes one.
+    """
+    _validate.whole("max_replicas", max_replicas, at_least=1)
+    job = current_job()
+    autoscaler = job.autoscaler
+    if autoscaler is None:
+        raise ValueError(
+            "there is nothing to tell before an AdaptiveDataLoader with autoscale_batch_size() has "
+            "begun to train"
+        )
+    observed = autoscaler.profile.observations()
+    clock, engine = job.timeline.clock, job.engine
+    told = JobHints(
+        hosts=engine.membership.num_hosts,
+        replicas=engine.membership.num_replicas,
+        reference=autoscaler.reference,
+        batch_size=autoscaler.batch_size,
+        bounds=autoscaler.bounds,
+        steps=clock.steps,
+        samples=clock.samples,
+        progress=clock.progress,
+        total=job.timeline.total_steps,
+        noise=None if job.trained is None else job.trained.scaling.sample_noise,
+        throughput=fit(observed).model if observed else None,
+    )
+    return told.with_speedup(max_replicas).to_json()

@@ -10,7 +10,7 @@ user sets the budget.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -140,6 +140,28 @@ class SharedLimit:
         """The largest micro-batch; the same on all replicas. None if none of them has a limit."""
         self._exchanges = self._always = room is not None
         self._generation: int | None = None
+
+    def measured(self, size: int) -> AbstractContextManager[None]:
+        """Surrounds the forward pass of a micro-batch, to learn the memory that it takes.
+
+        Args:
+            size: Its samples; 0 for a filler batch, from which nothing is learned.
+        """
+        return nullcontext() if self.room is None or not size else self.room.measure(size)
+
+    def failed(self, size: int, reference: int) -> int:
+        """Takes up that a micro-batch did not fit, and watches the memory from now on.
+
+        Args:
+            size: Its samples.
+            reference: The reference batch.
+
+        Returns:
+            The limit of this replica.
+        """
+        if self.room is None:
+            self.room = Room(2**62, start=reference)
+        return self.room.failed(size)
 
     @property
     def _own(self) -> int | None:

@@ -79,6 +79,14 @@ class StepScaling:
             return None
         return replace(noise, trace=noise.trace / self.reference.per_sample())
 
+    def scalars(self) -> dict[str, float]:
+        """Numbers of the last step, by the names of their curves."""
+        last, noise = self.last, self.sample_noise
+        values = {"gain": last.gain, "scale": last.scale, "lr_factor": last.factors[0].lr}
+        if noise is not None:
+            values.update(sqr_norm=noise.sqr_norm, trace=noise.trace)
+        return values
+
     def predict_gain(self, scale: float) -> float:
         """The gain that a step at this scale would have now."""
         reference = self.reference.weight(self.reference.per_sample())
