@@ -311,7 +311,7 @@ def test_a_state_of_the_first_release_is_resumed():
         loader(rows(8))  # they never trained, and took numbers all the same
     data = loader()
     registry = resilin.current_job().registry
-    old = {**data._stream.state(8), "ended": None}
+    old = {**data._batches.stream.state(8), "ended": None}
     from resilin.training.state.snapshot import Snapshot, Version
 
     snapshot = registry.take(Version(1, 2))

@@ -235,8 +235,8 @@ def by_position(stream, epoch, helper):
 
 
 def test_positions_and_seeds_choose_the_numbers():
-    stream = resilin.AdaptiveDataLoader(Augmented(), seed=3)._stream
-    other = resilin.AdaptiveDataLoader(Augmented(), seed=4)._stream
+    stream = resilin.AdaptiveDataLoader(Augmented(), seed=3)._batches.stream
+    other = resilin.AdaptiveDataLoader(Augmented(), seed=4)._batches.stream
     keys = stream.keys(range(0, 100))
     assert keys[3:50:2].tolist() == stream.keys(range(3, 50, 2)).tolist()
     assert len({*keys.tolist(), *other.keys(range(100)).tolist()}) == 200
