@@ -148,6 +148,12 @@ class AdaptiveDataLoader:
         return int(-(-self._batches.steps_per_epoch // 1))
 
     def __iter__(self) -> Iterator[Any]:
+        if self.job is not current_job():
+            # The model of another job would take its batches for those of a plain DataLoader.
+            raise RuntimeError(
+                "this AdaptiveDataLoader belongs to a job that reset_job() has ended: a loader and "
+                "the model that trains on it have to be of one job; make the loader again"
+            )
         yield from self._passes.run(self)
 
     def reference_run(self) -> Reference:

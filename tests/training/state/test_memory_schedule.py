@@ -12,7 +12,7 @@ import torch
 import resilin
 from resilin.core.events import RiskEvent
 from resilin.engine.base import Engine
-from resilin.training.state import memory_file, startup
+from resilin.training.state import memory_file, risk, startup
 from resilin.training.state.memory import MemoryCopies, Place
 from resilin.training.state.memory_schedule import LONGEST_PAUSE, MemorySchedule
 from resilin.training.state.registry import Registry
@@ -185,8 +185,8 @@ def test_the_state_of_a_job_that_is_alive_is_not_taken(tmp_path, monkeypatch):
     assert (found.writers(), found.versions()[0].step) == (set(), 7)
 
 
-@pytest.mark.parametrize(("every", "risk"), [(1, 0), (4, 3)])
-def test_what_a_lost_worker_costs_is_said_and_told_of(tmp_path, monkeypatch, caplog, every, risk):
+@pytest.mark.parametrize(("every", "cost"), [(1, 0), (4, 3)])
+def test_what_a_lost_worker_costs_is_said_and_told_of(tmp_path, monkeypatch, caplog, every, cost):
     caplog.set_level(logging.INFO, "resilin")
     monkeypatch.setenv("RESILIN_MEMORY_DIR", str(tmp_path / "memory"))
     resilin.checkpoint_to(None, memory_every=every)
@@ -194,8 +194,24 @@ def test_what_a_lost_worker_costs_is_said_and_told_of(tmp_path, monkeypatch, cap
     resilin.current_job().events.listeners.append(told.append)
     job = Job()
     job.train(1)
-    assert [event.steps for event in told if isinstance(event, RiskEvent)] == [risk]
-    assert ("no completed step" if risk == 0 else "at most 3 completed step") in caplog.text
+    assert [event.steps for event in told if isinstance(event, RiskEvent)] == [cost]
+    assert ("no completed step" if cost == 0 else "at most 3 completed step") in caplog.text
+
+
+def test_a_number_that_goes_up_and_down_is_reported_seldom():
+    class Copies:
+        at_risk, is_measured, is_automatic = 0, True, True
+
+    job = resilin.current_job()
+    told = []
+    job.events.listeners.append(told.append)
+    report = risk.RiskReport(Copies(), job.events)
+    for steps in [2, 1, 2, 4, 1, 3, 9, 2, 4] * 100:
+        report.update(steps)
+    assert [event.steps for event in told] == [2, 4, 9]
+    for _ in range(risk.PATIENCE):
+        report.update(0)
+    assert [event.steps for event in told] == [2, 4, 9, 0]
 
 
 def test_without_memory_copies_all_since_the_last_checkpoint_is_at_risk(tmp_path):

@@ -10,6 +10,9 @@ from resilin.training.state.memory_schedule import MEMORY_BUDGET, MemorySchedule
 
 logger = logging.getLogger("resilin")
 
+PATIENCE = 1000
+"""Steps in a row with half of the reported number, before a smaller one is reported."""
+
 
 class RiskReport:
     """Reports how many completed steps the sudden death of a worker costs at most.
@@ -23,20 +26,23 @@ class RiskReport:
         self._copies = copies
         self._events = events
         self._reported: int | None = None
+        self._lower = 0
 
     def update(self, steps: int) -> None:
-        """Reports once copies were measured, and when the number became half or the double.
+        """Reports the number once copies were measured, when it doubles, and when it stays at half.
+
+        Where steps are short, the number goes up and down with each measurement, and each
+        checkpoint sets it back: a smaller number counts only if it lasts.
 
         Args:
             steps: The number now.
         """
-        before = self._reported
         in_memory = self._copies.at_risk is not None
         if in_memory and not self._copies.is_measured:
             return
-        if before is not None and (steps == before or min(steps, before) > max(steps, before) / 2):
+        if not self._is_news(steps):
             return
-        self._reported = steps
+        self._reported, self._lower = steps, 0
         self._events.emit(RiskEvent(**self._events.stamp(), steps=steps))
         if not in_memory:
             # How far the last checkpoint is back is no news; that copies do not fit was a warning.
@@ -54,3 +60,10 @@ class RiskReport:
             logger.info(
                 "a lost worker costs at most %d completed step(s), as set by memory_every", steps
             )
+
+    def _is_news(self, steps: int) -> bool:
+        before = self._reported
+        if before is None or (steps > before and steps >= 2 * before):
+            return True
+        self._lower = self._lower + 1 if steps < before and 2 * steps <= before else 0
+        return self._lower >= PATIENCE
