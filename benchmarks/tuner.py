@@ -236,7 +236,9 @@ class Pollux:
             self.fit(seen)
         largest = state.profile.largest_batch(self.truth.replicas)
         table = [c for c in self.truth.grid if c.batch_size <= max(2 * largest, 1)]
-        size, local, steps = np.array([c[:3] for c in table], float).T
+        size, local, steps = np.array(
+            [(c.batch_size, c.local_bsz, c.accumulation_steps) for c in table], float
+        ).T
         seconds = self.seconds(self.parameters, local, steps)[1]
         value = size * efficiency(state.noise, size, self.truth.reference) / seconds
         return int(size[np.argmax(value)]), False
