@@ -206,3 +206,17 @@ def test_without_memory_copies_all_since_the_last_checkpoint_is_at_risk(tmp_path
     # A checkpoint counts when it is complete, which is at a later step.
     assert seen[:4] == [1, 2, 3, 4]
     assert [event.steps for event in told if isinstance(event, RiskEvent)][:3] == [1, 2, 4]
+
+
+def test_steps_at_risk_that_go_up_and_down_are_reported_seldom(tmp_path, monkeypatch):
+    resilin.checkpoint_to(tmp_path)
+    Job().train(1)
+    present = resilin.current_job().recovery
+    told = []
+    resilin.current_job().listeners.append(told.append)
+    present._told_risk = None
+    numbers = [2, 1, 2, 4, 1, 3, 9, 2, 4] * 100 + [0] * recovery.LASTING
+    for number in numbers:
+        monkeypatch.setattr(recovery.Recovery, "at_risk", number)
+        present._report_risk()
+    assert [event.steps for event in told if isinstance(event, RiskEvent)] == [2, 4, 9, 0]

@@ -36,6 +36,8 @@ from resilin.training.snapshot import Snapshot, Version
 
 logger = logging.getLogger("resilin")
 
+LASTING = 1000
+"""Steps in a row with half of the steps at risk, before the smaller number is reported."""
 PATIENCE = 30.0
 """Seconds in which other processes that write to this job's memory have to be gone.
 
@@ -67,6 +69,7 @@ class Recovery:
         self._saved: Version | None = None
         self._committed_step = 0
         self._told_risk: int | None = None
+        self._lower_risk = 0
         self._save_step = 0
         self._save_time = time.monotonic()
         self._boundary_time = time.monotonic()
@@ -252,14 +255,20 @@ class Recovery:
         return self._job.clock.steps - self._committed_step if steps is None else steps
 
     def _report_risk(self) -> None:
-        """Says it when copies have been measured, and when it has changed to half or the double."""
+        """Reports it when copies have been measured, when it doubles, and when it stays at half.
+
+        Where steps are short it goes up and down with each measurement, and each checkpoint sets it
+        back: a smaller number counts only if it lasts.
+        """
         steps, told = self.at_risk, self._told_risk
         in_memory = self._keeper.at_risk is not None
         if self._engine.replica or (in_memory and not self._keeper.is_measured):
             return
-        if told is not None and (steps == told or min(steps, told) > max(steps, told) / 2):
-            return
-        self._told_risk = steps
+        if told is not None and (steps <= told or steps < 2 * told):
+            self._lower_risk = self._lower_risk + 1 if steps < told and 2 * steps <= told else 0
+            if self._lower_risk < LASTING:
+                return
+        self._told_risk, self._lower_risk = steps, 0
         self._job.emit(RiskEvent(**self._job.stamp(), steps=steps))
         if not in_memory:
             # How far the last checkpoint is back is no news; that copies do not fit was a warning.
