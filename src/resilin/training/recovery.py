@@ -264,8 +264,8 @@ class Recovery:
         in_memory = self._keeper.at_risk is not None
         if self._engine.replica or (in_memory and not self._keeper.is_measured):
             return
-        if told is not None and (steps <= told or steps < 2 * told):
-            self._lower_risk = self._lower_risk + 1 if steps < told and 2 * steps <= told else 0
+        if told is not None and steps < max(1, 2 * told):
+            self._lower_risk = self._lower_risk + 1 if told > 0 and 2 * steps <= told else 0
             if self._lower_risk < LASTING:
                 return
         self._told_risk, self._lower_risk = steps, 0
