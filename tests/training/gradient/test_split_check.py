@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import resilin
 from tests.replicas import num_replicas
+from tests.training.losses import info_nce, weighted
 
 D = torch.float64
 
@@ -40,15 +41,6 @@ def batch(n=21):
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(n, 6, generator=generator, dtype=D)
     return x, torch.randint(3, (n,), generator=generator)
-
-
-def info_nce(model, x, y):
-    a, b = F.normalize(model(x), dim=1), F.normalize(model(x + 0.1), dim=1)
-    return F.cross_entropy(a @ b.T / 0.1, torch.arange(len(x)))
-
-
-def weighted(model, x, y):
-    return F.cross_entropy(model(x), y, weight=torch.tensor([1.0, 5.0, 20.0], dtype=D))
 
 
 def mean(model, x, y):

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import resilin
+from tests.training.losses import info_nce, weighted
 
 D = torch.float64
 
@@ -17,15 +18,6 @@ def data(n=96):
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(n, 6, generator=generator, dtype=D)
     return TensorDataset(x, torch.randint(3, (n,), generator=generator))
-
-
-def info_nce(net, x, y):
-    a, b = F.normalize(net(x), dim=1), F.normalize(net(x + 0.1), dim=1)
-    return F.cross_entropy(a @ b.T / 0.1, torch.arange(len(x)))
-
-
-def weighted(net, x, y):
-    return F.cross_entropy(net(x), y, weight=torch.tensor([1.0, 5.0, 20.0], dtype=D))
 
 
 def dice(net, x, y):
