@@ -154,8 +154,8 @@ class History:
         self.damaged: set[int] = set()
         self.whole: tuple[Version, tuple[Host, ...]] | None = None
         """The newest state that every replica of the job has completed, and the hosts with it."""
-        self.resumed_branch: int | None = None
-        """The branch that the newest generation resumed from."""
+        self.resumed: dict[int, int | None] = {}
+        """By branch: the branch that it resumed from."""
         self.faults_left = self.rng.randint(1, 5)
         self.num_starts = 0
         # The size that a host has in most generations.
@@ -290,7 +290,7 @@ class Generation:
             break
         if chosen is None and tried:
             raise Refused("no checkpoint is whole")
-        self.check_promise(hosts, None if chosen is None else chosen.version, parts)
+        self.check_promise(hosts, None if chosen is None else chosen.version, held)
         if chosen is not None:
             # The number of a generation that was chosen is seen by all, and must be passed.
             if self.number <= chosen.version.generation:
@@ -302,7 +302,7 @@ class Generation:
         if whole is not None and (chosen is None or whole[0] != chosen.version):
             # Another state has won, with parts that may be missing in all that follows from it.
             history.whole = None
-        history.resumed_branch = None if chosen is None else chosen.version.branch
+        history.resumed[self.branch] = None if chosen is None else chosen.version.branch
         self.place()
         holders = 0 if chosen is None else sum(s.version == chosen.version for s in held)
         if chosen is None or chosen.source == "checkpoint" or holders < len(hosts):
@@ -345,12 +345,7 @@ class Generation:
             for replica in range(len(self.replicas))
         ]
 
-    def check_promise(
-        self,
-        hosts: list[Host],
-        chosen: Version | None,
-        parts: dict[Version, dict[int, Own]],
-    ) -> None:
+    def check_promise(self, hosts: list[Host], chosen: Version | None, held: list[Held]) -> None:
         """The oracle: nothing older wins than what was safe before the fault."""
         safe = [host.safe for host in hosts if host.safe is not None]
         good = [
@@ -361,10 +356,12 @@ class Generation:
         newest = max(safe + good, default=None)
         if newest is None or (chosen is not None and chosen >= newest):
             return
-        # Replicas' own parts are complete one copy earlier, if one of them died in between.
-        if chosen is not None and self.setting.own_state:
-            one_copy = newest.step - chosen.step <= self.setting.interval
-            if one_copy and self.setting.interval:
+        # Replicas' own parts are complete one copy earlier, if one of them died in between. The
+        # copy that they died in may be newer than any that was safe: it was completed by luck.
+        for state in held if self.setting.own_state else ():
+            there = {r for same in held if same.version == state.version for r in same.parts}
+            lacks_parts = len(there) < state.num_replicas
+            if state.version >= newest and state.previous == chosen and lacks_parts:
                 return
         raise Violation(f"resumed from {chosen}, though {newest} was safe")
 
@@ -373,9 +370,10 @@ class Generation:
         if self.history.whole is None or chosen.whole or not self.setting.own_state:
             return
         version, holders = self.history.whole
-        # An older branch that was away meanwhile may win: it is another run of the same job.
+        # A branch that was away meanwhile may win: it is another run of the same job.
+        line = (chosen.version.branch, self.history.resumed[chosen.version.branch])
         near = chosen.version.step - version.step <= self.setting.interval and (
-            version.branch in (chosen.version.branch, self.history.resumed_branch)
+            version.branch in line
         )
         if near and all(any(host is holder for host in hosts) for holder in holders):
             raise Violation(f"{chosen.version} has not all parts, and {version} has")
