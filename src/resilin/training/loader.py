@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from resilin.core import _validate
+from resilin.core.batches import Batches
 from resilin.core.clock import Reference
 from resilin.core.events import FaultEvent
 from resilin.core.noise import Noise
@@ -21,7 +22,6 @@ from resilin.core.plan import BatchBounds, BatchPlan
 from resilin.core.stream import TAILS, SampleStream, Tail
 from resilin.engine import devices, overrides
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
-from resilin.training.data.batches import Batches
 from resilin.training.job import Job, current_job
 from resilin.training.passes import Passes
 from resilin.training.sizing.autoscale import Autoscaler

@@ -23,7 +23,7 @@ from resilin.training.gradient.flow import StepFlow
 from resilin.training.gradient.records import Reduced
 from resilin.training.gradient.step import StepGradient
 from resilin.training.records import StepOutcome, StepSizes
-from resilin.training.sizing.scaling import StepScaling
+from resilin.training.scaling.factors import StepScaling
 
 
 class Ends(NamedTuple):

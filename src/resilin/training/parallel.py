@@ -30,15 +30,15 @@ from resilin.training.gates.scaler import calling_scaler
 from resilin.training.gates.scheduler import ClockedScheduler
 from resilin.training.gradient.arguments import check_model
 from resilin.training.gradient.flow import StepCalls, StepFlow
-from resilin.training.gradient.noise import NoiseEstimates
-from resilin.training.gradient.norms import GroupNorms, MeasureSchedule
+from resilin.training.gradient.norms import GroupNorms
 from resilin.training.gradient.records import Part, StepStart
 from resilin.training.gradient.step import StepGradient
 from resilin.training.job import current_job
 from resilin.training.lifecycle import begin_step, commit_step, make_step
 from resilin.training.model import Ends, TrainedModel
-from resilin.training.sizing.reference import ReferenceBatch
-from resilin.training.sizing.scaling import StepScaling
+from resilin.training.scaling.estimates import MeasureSchedule, NoiseEstimates
+from resilin.training.scaling.factors import StepScaling
+from resilin.training.scaling.reference import ReferenceBatch
 from resilin.training.state.divergence import CrossCheck, DivergenceCheck, decided_by
 from resilin.training.state.freezing import Frozen
 

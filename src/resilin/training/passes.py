@@ -12,11 +12,11 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+from resilin.core.batches import Batches
 from resilin.core.clock import step_scale
 from resilin.core.membership import Membership
 from resilin.core.plan import BatchPlan
 from resilin.core.stream import Ownership
-from resilin.training.data.batches import Batches
 from resilin.training.data.cursor import Cursor, FormerNames, LoaderName
 from resilin.training.data.fetching import Fetcher
 from resilin.training.data.iteration import Iteration

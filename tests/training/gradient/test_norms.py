@@ -2,7 +2,6 @@
 
 import time
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import resilin
 from resilin.core.noise import Noise
-from resilin.training.gradient.norms import GroupNorms, MeasureSchedule
+from resilin.training.gradient.norms import GroupNorms
 from tests.replicas import replica
 
 REFERENCE = 8
@@ -173,30 +172,3 @@ def test_norms_do_not_overflow(dtype):
     norms = GroupNorms(optimizer, [parameter])
     grad = torch.full_like(parameter, 16.0)
     assert norms.of([parameter], [grad], grad).tolist() == [256.0 * 4096]
-
-
-def test_the_schedule_of_measurements():
-    every = MeasureSchedule(3)
-    pattern = []
-    for _ in range(8):
-        due = every.due()
-        pattern.append(due)
-        every.committed(measured=due)
-    assert pattern == [True, False, False, True, False, False, True, False]
-
-    auto = MeasureSchedule("auto", 0.02)
-    pattern = []
-    for _ in range(100):
-        due = auto.due()
-        pattern.append(due)
-        if due:
-            auto.observe(0.09)
-        auto.committed(measured=due)
-    assert all(pattern[:8])
-    # 9% of a step may be spent every fifth step.
-    assert np.diff(np.flatnonzero(pattern[8:])).tolist() == [5] * 17
-    for bad in (0, 1.5):
-        with pytest.raises(ValueError, match="stats_every"):
-            MeasureSchedule(bad)
-    with pytest.raises(ValueError, match=r"stats_budget \(0.1\) is for .*'auto', which is 3"):
-        MeasureSchedule(3, 0.1)

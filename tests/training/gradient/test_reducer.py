@@ -13,7 +13,7 @@ from resilin.training.gradient.norms import GroupNorms
 from resilin.training.gradient.parameters import Parameters
 from resilin.training.gradient.records import Part, StepStart
 from resilin.training.gradient.reducer import Model, agree_on_source
-from resilin.training.gradient.reducers import choose
+from resilin.training.gradient.reducer_choice import choose
 from resilin.training.gradient.step import StepGradient
 from tests.replicas import assert_identical, gathered, num_replicas, replica
 

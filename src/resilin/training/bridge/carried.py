@@ -12,8 +12,8 @@ from typing import Any
 
 from resilin.training.bridge.home import Home
 from resilin.training.state.replica_parts import of_replica
-from resilin.training.state.restore import gather_parts
 from resilin.training.state.snapshot import Snapshot, Version
+from resilin.training.state.transfer import gather_parts
 
 
 class CarriedState:

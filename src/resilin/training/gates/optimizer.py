@@ -92,19 +92,28 @@ class Gate:
         gate = self
 
         def step(optimizer: Optimizer, closure: Any = None, **kwargs: Any) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            if gate._owner.step_waits():
-                return loss
-            result = gate._owner.make_step(functools.partial(gate._step, **kwargs))
-            return result if closure is None else loss
+            return gate.step(closure, **kwargs)
 
         # Schedulers look for this mark and warn if a later gate hides it.
         if is_counted(self._step):
             mark_counted(step)
         return step
+
+    def step(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+        """Stands in for the optimizer's own method: waits, or has the owner make the step.
+
+        Args:
+            closure: Computes the loss, if the loop passes one; it is called once.
+            **kwargs: Further arguments of the optimizer's own method.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._owner.step_waits():
+            return loss
+        result = self._owner.make_step(functools.partial(self._step, **kwargs))
+        return result if closure is None else loss
 
     def _make_zero_grad(self) -> Any:
         gate = self

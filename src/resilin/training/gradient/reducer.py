@@ -2,7 +2,7 @@
 
 A reducer owns what is between `.grad` and the other replicas: the wrapper around the module and its
 hooks, the collectives, and the norms that it can measure on the way. The step (`step`) knows the
-weights, the ballot and the noise, and none of that. `reducers` chooses the class.
+weights, the ballot and the noise, and none of that. `reducer_choice` chooses the class.
 
 In one step, the calls of a replica are, in this order:
 

@@ -27,7 +27,7 @@ from resilin.training.gradient.open_step import OpenStep
 from resilin.training.gradient.parameters import Parameters
 from resilin.training.gradient.records import Part, Reduced, StepStart
 from resilin.training.gradient.reducer import Model, Reducer
-from resilin.training.gradient.reducers import attached, choose
+from resilin.training.gradient.reducer_choice import attached, choose
 from resilin.training.gradient.seal import Seals
 from resilin.training.gradient.timing import SyncTimer
 

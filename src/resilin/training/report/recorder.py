@@ -40,7 +40,7 @@ from resilin.telemetry.log import EventLog
 from resilin.telemetry.read import last_event
 from resilin.training.events import Events, Stamp
 from resilin.training.records import Number
-from resilin.training.sizing.scaling import Scaled, StepScaling
+from resilin.training.scaling.factors import Scaled, StepScaling
 from resilin.training.state.settings import StateSettings
 from resilin.training.step_timer import StepTimer
 from resilin.training.timeline import Timeline

@@ -16,9 +16,9 @@ from resilin.training.state.checkpoint.commit import Commit
 from resilin.training.state.memory import MemoryCopies
 from resilin.training.state.registry import Registry
 from resilin.training.state.replica_parts import add_up, gathered
-from resilin.training.state.restore import gather_parts
 from resilin.training.state.settings import StateSettings
 from resilin.training.state.snapshot import Snapshot, Version
+from resilin.training.state.transfer import gather_parts
 
 logger = logging.getLogger("resilin")
 

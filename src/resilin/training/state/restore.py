@@ -1,4 +1,4 @@
-"""The state of all processes as one: gathered for a checkpoint, and found again at a start.
+"""The newest state of a job, found at its start in the memory of hosts or on storage.
 
 All replicas end up with the same state. Those on a host that has it read it there; the others get
 it from them, each holder sending a share. Storage is read only if no host has a later state.
@@ -16,7 +16,6 @@ from resilin.engine.collectives import State
 from resilin.training.state.checkpoint import Checkpoints
 from resilin.training.state.memory import MemoryCopies
 from resilin.training.state.placement import Split, Wanted, is_covered
-from resilin.training.state.registry import Registry
 from resilin.training.state.replica_parts import OwnState, add_up, gathered
 from resilin.training.state.shards import all_whole
 from resilin.training.state.snapshot import Json, Snapshot, Version
@@ -184,19 +183,6 @@ def newest_state(
         return Newest(None, "", generation)
     snapshot = checkpoints.newest(engine.group("control"), wanted=wanted)
     return Newest(snapshot, "checkpoint", generation)
-
-
-def gather_parts(engine: Engine, registry: Registry, snapshot: Snapshot) -> None:
-    """Adds to a snapshot the sums over all replicas, and what each has of its own. Collective."""
-    mine = registry.take_own()
-    said = State([registry.take_sums(snapshot.version.epoch), mine.tree], all_whole(mine.tensors))
-    everyone = engine.collectives().gather_states(said)
-    own = gathered(
-        {i: OwnState(each.tree[1], dict(each.tensors)) for i, each in enumerate(everyone)}
-    )
-    snapshot.tree.update(add_up([each.tree[0] for each in everyone]))
-    snapshot.tree.update(own.tree)
-    snapshot.tensors.update(own.tensors)
 
 
 def _add_sums(snapshot: Snapshot, found: Sequence[Content], replica: int) -> None:

@@ -1,4 +1,4 @@
-"""Transfer of state from the processes that hold it to those that lack it.
+"""Transfer of state between processes: gathered for a checkpoint, handed out at a start.
 
 Whole tensors are held by every process of a host that has a copy; each holder sends a share of
 them. Pieces of split tensors are sent by the first process that holds them, and each process keeps
@@ -13,9 +13,25 @@ import torch
 from torch import Tensor
 
 from resilin.engine.base import Engine
+from resilin.engine.collectives import State
 from resilin.training.state.placement import Piece, Placement, Wanted
-from resilin.training.state.shards import Assembly, Sharded, shares, whole_pieces
+from resilin.training.state.registry import Registry
+from resilin.training.state.replica_parts import OwnState, add_up, gathered
+from resilin.training.state.shards import Assembly, Sharded, all_whole, shares, whole_pieces
 from resilin.training.state.snapshot import Json, Snapshot, Version
+
+
+def gather_parts(engine: Engine, registry: Registry, snapshot: Snapshot) -> None:
+    """Adds to a snapshot the sums over all replicas, and what each has of its own. Collective."""
+    mine = registry.take_own()
+    said = State([registry.take_sums(snapshot.version.epoch), mine.tree], all_whole(mine.tensors))
+    everyone = engine.collectives().gather_states(said)
+    own = gathered(
+        {i: OwnState(each.tree[1], dict(each.tensors)) for i, each in enumerate(everyone)}
+    )
+    snapshot.tree.update(add_up([each.tree[0] for each in everyone]))
+    snapshot.tree.update(own.tree)
+    snapshot.tensors.update(own.tensors)
 
 
 def transfer(

@@ -1,14 +1,79 @@
-"""Gradient noise of the job: running averages per parameter group."""
+"""Gradient noise of the job: running averages per parameter group, and which steps are measured."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from resilin.core import _validate, time_share
 from resilin.core.noise import Noise, NoiseAverage, NoiseSample, default_horizon
-from resilin.training.gradient.norms import MeasureSchedule
+
+
+class MeasureSchedule:
+    """Selects the measured steps: every n-th, or as often as a budget of time allows.
+
+    All replicas have to agree, so what it is told must be the same on each of them.
+    """
+
+    FIRST = 8
+    """Steps at the start that are always measured: there is no estimate yet."""
+    LONGEST = 256
+    """Steps after which a measurement is due, whatever it costs."""
+
+    BUDGET = 0.02
+    """Time for measuring, as a fraction of the step, where nobody says otherwise."""
+
+    def __init__(self, every: int | Literal["auto"], budget: float | None = None) -> None:
+        if every != "auto":
+            _validate.whole("stats_every", every, at_least=1)
+            if budget is not None:
+                raise ValueError(
+                    f"stats_budget ({budget}) is for stats_every='auto', which is {every}"
+                )
+        self._every = every
+        self._budget = self.BUDGET if budget is None else budget
+        _validate.real("stats_budget", self._budget, above=0)
+        self.interval = 1 if every == "auto" else int(every)
+        """Steps from one measurement to the next."""
+        self._since = 0
+        self._measured = 0
+
+    @property
+    def asked(self) -> bool:
+        """Whether the user gave a number of steps: measured at any batch size and by any rule."""
+        return self._every != "auto"
+
+    def due(self) -> bool:
+        """Whether the step that begins now is to be measured."""
+        return self._measured < (self.FIRST if self._every == "auto" else 1) or (
+            self._since + 1 >= self.interval
+        )
+
+    def committed(self, *, measured: bool) -> None:
+        """A step was made."""
+        self._since = 0 if measured else self._since + 1
+        self._measured += measured
+
+    def observe(self, cost: float) -> None:
+        """Learns what a measurement costs.
+
+        Args:
+            cost: Time of the measurement over time of the step, the same number on all replicas.
+        """
+        if self._every == "auto" and self._measured >= self.FIRST // 2:
+            self.interval = time_share.interval(cost, self._budget, longest=self.LONGEST)
+
+    def state_dict(self) -> dict[str, int]:
+        """State of the schedule, for checkpoints."""
+        return {"interval": self.interval, "since": self._since, "measured": self._measured}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Takes over what `state_dict` returned; a fixed interval stays that of this run."""
+        if self._every == "auto":
+            self.interval = int(state["interval"])
+        self._since, self._measured = int(state["since"]), int(state["measured"])
 
 
 class Mark(NamedTuple):

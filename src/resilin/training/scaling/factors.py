@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from resilin.core.noise import Noise, gain
 from resilin.core.rules import Factors, ScalingRule, group_factors, total_noise
-from resilin.training.gradient.noise import NoiseEstimates
 from resilin.training.gradient.records import Reduced
 from resilin.training.records import MicroBatch
-from resilin.training.sizing.reference import ReferenceBatch
+from resilin.training.scaling.estimates import NoiseEstimates
+from resilin.training.scaling.reference import ReferenceBatch
 from resilin.training.timeline import Timeline
 
 
