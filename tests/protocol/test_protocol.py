@@ -24,8 +24,8 @@ def test_no_history_loses_repeats_or_mixes_anything():
     assert counts["refused"] < 100
 
 
-# Rare coincidences, found by a million histories. In the first eight the judgement took a state of a
-# job that had begun anew for one that the winner came from; in the last two a state that was
+# Rare coincidences, found by a million histories. In the first eight the judgement took a state of
+# a job that had begun anew for one that the winner came from; in the last two a state that was
 # complete by luck gave way to the copy before it, while a branch left behind had more steps.
 FOUND = [75253, 210478, 315290, 327310, 342749, 604783, 668162, 779778, 194622, 554477]
 
