@@ -1,5 +1,7 @@
+import gc
 import itertools
 import json
+import multiprocessing
 import os
 import time
 
@@ -363,3 +365,33 @@ def test_survivors_and_joiners_of_a_generation_deal_alike():
     again.load_state_dict(survivor.state_dict())
     assert again.deal(members(2, 2)) == Ownership(5, 2)
     assert again.deal(members(2, 3, reformed=True)) == Ownership(9, 2)
+
+
+@pytest.mark.parametrize("ending", ["dropped", "reset", "reset within a pass"])
+def test_workers_end_with_their_loader_or_job(ending):
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    model = resilin.AdaptiveDataParallel(net, optimizer, rule="linear")
+    loader = resilin.AdaptiveDataLoader(torch.ones(32, 1), batch_size=4, num_workers=2)
+    # The garbage collector would wait 5 s for each worker: it must not be needed.
+    gc.disable()
+    try:
+        steps = iter(loader)
+        for x in itertools.islice(steps, 3):
+            model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(multiprocessing.active_children()) == 2
+        if ending == "reset within a pass":
+            resilin.reset_job()
+            with pytest.raises(RuntimeError, match=r"a job that reset_job\(\) has ended"):
+                next(steps)
+        else:
+            del steps
+            if ending == "reset":
+                resilin.reset_job()
+            else:
+                del loader
+        assert multiprocessing.active_children() == []
+    finally:
+        gc.enable()

@@ -63,6 +63,9 @@ class Pulse:
     def follow(self, evaluating: Callable[[], bool]) -> None:
         """Call this function periodically to learn whether the worker evaluates."""
 
+    def reset(self) -> None:
+        """The job was given up; another one may follow in this process."""
+
     def close(self) -> None:
         """Stop publishing."""
 
@@ -126,6 +129,14 @@ class FilePulse(Pulse):
         """Call this function periodically to learn whether the worker evaluates."""
         self._evaluating = evaluating
 
+    def reset(self) -> None:
+        """The job was given up: until the next one starts, the process may take any time."""
+        with self._lock:
+            self._evaluating = None
+            self._began, self._steps, self._phase = -1, 0, Phase.START
+            self._beats += 1
+            self._write()
+
     def close(self) -> None:
         """End the thread; the last published state stays."""
         self._closed.set()
@@ -141,7 +152,8 @@ class FilePulse(Pulse):
             quiet = quiet + INTERVAL if beats == self._beats else 0.0
             beats = self._beats
             flags = 0
-            if self._evaluating is not None and self._evaluating():
+            evaluating = self._evaluating
+            if evaluating is not None and evaluating():
                 flags |= _EVALUATING
             if quiet and _is_debugged():
                 flags |= _DEBUGGED
@@ -186,16 +198,24 @@ def _is_debugged() -> bool:
     return False
 
 
+_published: dict[tuple[Path, int, int], FilePulse] = {}
+"""The pulse of this process by directory, local rank and process id. The jobs of one process share
+it: two threads would overwrite each other's state in the file."""
+
+
 def of_this_process() -> Pulse:
     """The pulse of this worker; one that publishes nothing, if there is no agent."""
     directory = _directory()
     if directory is None:
         return Pulse()
-    try:
-        return FilePulse(directory, _local_rank())
-    except OSError as error:
-        logger.warning("the agent cannot see the state of this worker: %s", error)
-        return Pulse()
+    key = (directory, _local_rank(), os.getpid())
+    if key not in _published:
+        try:
+            _published[key] = FilePulse(directory, key[1])
+        except OSError as error:
+            logger.warning("the agent cannot see the state of this worker: %s", error)
+            return Pulse()
+    return _published[key]
 
 
 def announce() -> None:

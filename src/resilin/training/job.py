@@ -131,5 +131,8 @@ def reset_job() -> Job:
         _current.recorder.close()
     if _current.trained is not None:
         _current.model.release()
+    _current.iterations.close()
+    if _current._engine is not None:
+        _current._engine.pulse.reset()
     _current = Job()
     return _current

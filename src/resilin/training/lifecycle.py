@@ -10,12 +10,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from resilin.core.hang import Phase
 from resilin.core.membership import Membership
 from resilin.engine import environment, lost
 from resilin.training.job import Job
+from resilin.training.model import TrainedModel
 from resilin.training.records import StepOutcome
 from resilin.training.report.recorder import Recorder, log_directory
 from resilin.training.state.randomness import NAME, RandomStates
@@ -51,13 +50,19 @@ def _show(job: Job) -> None:
     pulse.start(job.clock.steps)
     pulse.follow(lambda: job.trained is not None and not job.trained.training)
 
-    def forward_begins(module: torch.nn.Module, _: object) -> None:
-        trains = module.training and torch.is_grad_enabled()
-        pulse.beat(Phase.STEP if trains else Phase.BETWEEN, job.clock.steps)
 
-    if job.trained is not None:
-        # So that a long evaluation is seen to get on, and a step of many micro-batches, too.
-        job.trained.face.register_forward_pre_hook(forward_begins)
+def show_forward(job: Job, model: TrainedModel) -> None:
+    """Shows the agent that a forward pass begins.
+
+    A long evaluation then counts as progress, and so does a step of many micro-batches.
+
+    Args:
+        job: The job that the model belongs to.
+        model: The model; one that was released shows nothing.
+    """
+    if job.recovery is not None and job.trained is model:
+        phase = Phase.STEP if model.trains else Phase.BETWEEN
+        job.engine.pulse.beat(phase, job.clock.steps)
 
 
 def _recovery(job: Job) -> Recovery:

@@ -34,7 +34,7 @@ from resilin.training.gradient.norms import GroupNorms
 from resilin.training.gradient.records import Part, StepStart
 from resilin.training.gradient.step import StepGradient
 from resilin.training.job import current_job
-from resilin.training.lifecycle import begin_step, commit_step, make_step
+from resilin.training.lifecycle import begin_step, commit_step, make_step, show_forward
 from resilin.training.model import Ends, TrainedModel
 from resilin.training.scaling.estimates import MeasureSchedule, NoiseEstimates
 from resilin.training.scaling.factors import StepScaling
@@ -266,6 +266,7 @@ class AdaptiveDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; in training, as the current micro-batch of the step."""
+        show_forward(self.job, self._trained)
         if not self._trained.trains:
             return self.module(*args, **kwargs)
         self._flow.begin(args, kwargs)

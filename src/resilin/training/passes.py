@@ -60,6 +60,7 @@ class Passes:
         """The iteration over the loader that is under way, if any."""
         self.fetcher = Fetcher(dataset, batches.stream, self._cut, dataloader_kwargs)
         """Micro-batches that are fetched ahead."""
+        job.iterations.fetchers.add(self.fetcher)
 
     @property
     def by_progress(self) -> bool:

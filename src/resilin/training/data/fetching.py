@@ -56,7 +56,7 @@ class Fetcher:
         # Weak, or owner and fetcher would be a cycle: see TicketSampler.
         self._cut = weakref.WeakMethod(cut)
         self._dataset = TicketDataset(dataset, stream, collate)
-        self._loader: DataLoader[Any] = DataLoader(
+        self._loader: DataLoader[Any] | None = DataLoader(
             self._dataset,
             batch_size=None,
             sampler=TicketSampler(self),
@@ -89,7 +89,15 @@ class Fetcher:
             positions: What this replica still needs of the current step.
             sizes: Sizes of the micro-batches that they are to be fetched in.
             behind: Where the next step begins.
+
+        Raises:
+            RuntimeError: It was closed.
         """
+        if self._loader is None:
+            raise RuntimeError(
+                "this pass over an AdaptiveDataLoader belongs to a job that reset_job() has ended: "
+                "make a new loader and begin a new pass"
+            )
         if self._batches is None:
             self._batches = iter(self._loader)
         self._expected = behind
@@ -129,6 +137,12 @@ class Fetcher:
         with preserved():
             _, batch = self._dataset[self._ticket(range(position, position + 1))]
         return batch
+
+    def close(self) -> None:
+        """End the workers, after the batch that each of them is fetching."""
+        # These are the only references to the iterator, so it ends its workers now. The garbage
+        # collector would finalize its queues in any order, and wait 5 s for each worker.
+        self._batches = self._loader = self._left_over = None
 
     def next_ticket(self) -> Ticket:
         """Cuts the next ticket by the sizes of now; called when a worker is free."""
