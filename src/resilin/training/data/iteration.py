@@ -97,7 +97,7 @@ class Iterations:
         self.training: list[Iteration] = []
         """The open iterations that train, in the order in which they began."""
         self.fetchers: weakref.WeakSet[Fetcher] = weakref.WeakSet()
-        """What the loaders of the job prefetch with, while they exist."""
+        """The fetchers of all loaders of the job that still exist."""
 
     @property
     def micro_batch(self) -> MicroBatch | None:
