@@ -45,8 +45,8 @@ class MadeUp(devices.Device):
         self.memory = memory
         self.peaks = []
 
-    def choose(self, local_replica):
-        self.calls.append(("choose", local_replica))
+    def choose(self, local_process):
+        self.calls.append(("choose", local_process))
 
     def event(self, device):
         return Later()

@@ -168,25 +168,3 @@ def change(
     if not staying:
         raise ValueError("nobody stays: a job that all members leave is over, or is restarted")
     return Roster(generation=roster.generation + 1, members=(*staying, *joining), reformed=True)
-
-
-def restart(roster: Roster, members: Sequence[Member], *, after: int | None = None) -> Roster:
-    """The roster of a job whose processes are all restarted.
-
-    Args:
-        roster: The members before.
-        members: The members now.
-        after: The greatest generation that left any state; None takes that of the roster.
-    """
-    last = roster.generation if after is None else max(after, roster.generation)
-    return Roster(generation=last + 1, members=tuple(members))
-
-
-def joiners(old: Roster, new: Roster) -> tuple[str, ...]:
-    """Members that were not in the old roster: they need the state of those that were."""
-    return tuple(name for name in new.names if name not in old.names)
-
-
-def survivors(old: Roster, new: Roster) -> tuple[str, ...]:
-    """Members of both rosters, oldest first: they have the state of the job."""
-    return tuple(name for name in new.names if name in old.names)

@@ -95,13 +95,13 @@ def steps_at_risk(interval: int) -> int | None:
 # Copies in the memory of a host -----------------------------------------------------------------
 
 
-def shares_written(local_replica: int, num_local_replicas: int) -> tuple[int, ...]:
+def shares_written(local_process: int, num_local_processes: int) -> tuple[int, ...]:
     """Shares of the state that a replica writes: its own, and that of its neighbour.
 
     Each share is thereby written by two replicas, and any one of them may die at any moment.
     """
-    neighbour = (local_replica + 1) % num_local_replicas
-    return (local_replica,) if neighbour == local_replica else (local_replica, neighbour)
+    neighbour = (local_process + 1) % num_local_processes
+    return (local_process,) if neighbour == local_process else (local_process, neighbour)
 
 
 def next_buffer(last: int, *, again: bool) -> int:

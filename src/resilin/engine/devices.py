@@ -49,7 +49,7 @@ class Device:
         """Whether this process can train on it."""
         return True
 
-    def choose(self, local_replica: int) -> None:
+    def choose(self, local_process: int) -> None:
         """Choose one device of this host for this process."""
 
     def current(self) -> torch.device:
@@ -101,9 +101,9 @@ class Cuda(Device):
         """Whether torch was built for it and finds one."""
         return torch.cuda.is_available()
 
-    def choose(self, local_replica: int) -> None:
+    def choose(self, local_process: int) -> None:
         """The device of that number."""
-        torch.cuda.set_device(local_replica)
+        torch.cuda.set_device(local_process)
 
     def current(self) -> torch.device:
         """The device that was chosen."""

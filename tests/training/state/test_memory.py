@@ -38,7 +38,7 @@ def state(step, generation=0, size=5):
 
 
 def place(local=0, num=1, host=0):
-    return Place(host, local, num, replica=10 * host + local)
+    return Place(host=host, local_process=local, num_local_processes=num, process=10 * host + local)
 
 
 def keep(directory, snapshot, num=1, but=(), host=0, copies=None):

@@ -156,7 +156,8 @@ from resilin.training.state.snapshot import Snapshot, Version
 from tests.training.recovery_job import Job
 tree = {"job": {"clock": {}, "replicas": 1}}
 state = Snapshot(Version(0, 7), tree, {})
-MemoryCopies(Path(sys.argv[1])).keep(state, {}, Place(0, 0, 1, 0))
+place = Place(host=0, local_process=0, num_local_processes=1, process=0)
+MemoryCopies(Path(sys.argv[1])).keep(state, {}, place)
 print(flush=True)
 input()
 """
@@ -177,7 +178,11 @@ def test_the_state_of_a_job_that_is_alive_is_not_taken(tmp_path, monkeypatch):
             # Should both begin at the same moment, the second to write is refused.
             copies = MemoryCopies(directory)
             with pytest.raises(RuntimeError, match=message):
-                copies.keep(Snapshot(Version(0, 8), {}, {}), {}, Place(0, 0, 1, 0))
+                copies.keep(
+                    Snapshot(Version(0, 8), {}, {}),
+                    {},
+                    Place(host=0, local_process=0, num_local_processes=1, process=0),
+                )
         finally:
             other.kill()
     # A worker that was killed is no other job: who comes next takes up what it left.

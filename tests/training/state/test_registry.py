@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from resilin.training.state.registry import Registry
-from resilin.training.state.replica_parts import add_up, gathered, of_replica
+from resilin.training.state.replica_parts import add_up, gathered, of_process
 from resilin.training.state.snapshot import Snapshot, Version
 
 NOW = Version(1, 7)
@@ -406,10 +406,10 @@ def test_each_replica_gets_back_its_own():
         early, late = Thing(), Thing()
         registry = Registry()
         registry.add_own("random", early)
-        registry.restore(of_replica(snapshot, replica, 3), first_replica=replica == 0)
+        registry.restore(of_process(snapshot, replica, 3), first_replica=replica == 0)
         assert (early.state["n"], early.state["t"].tolist()) == (replica, [replica] * 2)
         other = Registry()
-        other.restore(of_replica(snapshot, replica, 3), first_replica=replica == 0)
+        other.restore(of_process(snapshot, replica, 3), first_replica=replica == 0)
         # Not lost before it is claimed, and no part of what all replicas share.
         assert sorted(other.take(NOW).tree) == ["job"]
         assert other.take(NOW).tensors == {}
@@ -425,7 +425,7 @@ def test_at_another_number_of_replicas_nobody_has_its_own_any_more(before):
     early, late, registry = Thing("new"), Thing("new"), Registry()
     registry.add_own("early", early)
     assert early.loaded == []  # nothing was restored so far
-    snapshot = of_replica(whole([{"n": i} for i in range(before)]), 0, 2)
+    snapshot = of_process(whole([{"n": i} for i in range(before)]), 0, 2)
     registry.restore(snapshot, first_replica=True)
     registry.add_own("random", late)
     assert (early.loaded, late.loaded) == ([None], [None])

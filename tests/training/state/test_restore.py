@@ -27,7 +27,12 @@ def state(step, generation=0, replicas=2):
 
 
 def keep(copies, snapshot, sums, who, num_local=1, local=0, host=None):
-    place = Place(who if host is None else host, local, num_local, who)
+    place = Place(
+        host=who if host is None else host,
+        local_process=local,
+        num_local_processes=num_local,
+        process=who,
+    )
     before = Version(snapshot.version.generation, snapshot.version.step - 1)
     copies.keep(snapshot, sums, place, previous=before)
 
@@ -97,7 +102,12 @@ def test_what_each_has_of_its_own_comes_from_all_hosts(tmp_path):
     mine = OwnState(
         {"own/random": {"$": "tensor", "of": "own/random"}}, {"own/random": torch.tensor(replica())}
     )
-    copies.keep(state(7), {}, Place(replica(), 0, 1, replica()), mine)
+    copies.keep(
+        state(7),
+        {},
+        Place(host=replica(), local_process=0, num_local_processes=1, process=replica()),
+        mine,
+    )
     snapshot, *_ = newest_state(current_job().engine, copies, None)
     assert [int(snapshot.state(f"own/{i}/random")) for i in range(2)] == [0, 1]
 
@@ -118,7 +128,10 @@ def test_a_memory_copy_wins_over_checkpoints_older_than_a_corrupt_one(tmp_path):
 
 
 def test_a_part_that_was_never_written_is_empty_where_all_others_are(tmp_path):
-    copies, place = MemoryCopies(tmp_path), Place(0, 0, 2, 0)
+    copies, place = (
+        MemoryCopies(tmp_path),
+        Place(host=0, local_process=0, num_local_processes=2, process=0),
+    )
     copies.keep(state(0), {}, place, OwnState({"own/random": {}}, {}))
     snapshot, *_ = newest_state(current_job().engine, copies, None)
     assert [snapshot.state(f"own/{i}/random") for i in range(2)] == [{}, {}]

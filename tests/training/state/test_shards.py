@@ -132,7 +132,11 @@ def keep(directory, *held, host=0, first=0):
     num = len(held)
     copies = [MemoryCopies(directory) for _ in held]
     for i, bounds in enumerate(held):
-        copies[i].keep(take(*bounds), {}, Place(host, i, num, first + i))
+        copies[i].keep(
+            take(*bounds),
+            {},
+            Place(host=host, local_process=i, num_local_processes=num, process=first + i),
+        )
     return copies
 
 
@@ -184,6 +188,6 @@ def test_a_copy_of_whole_tensors_has_no_trace_of_it(directory):
     whole = registry.take(NOW)
     whole.tensors["job.weight"] = FULL
     copies = MemoryCopies(directory)
-    copies.keep(whole, {}, Place(0, 0, 1, 0))
+    copies.keep(whole, {}, Place(host=0, local_process=0, num_local_processes=1, process=0))
     assert copies.split(NOW) == {}
     assert torch.equal(copies.read(NOW).tensors["job.weight"], FULL)

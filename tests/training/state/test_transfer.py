@@ -51,7 +51,11 @@ def test_the_newest_copy_wins_of_which_the_hosts_have_all_pieces(tmp_path):
     for step in (1, 2):
         # Of the second step the other host has died before it had copied its pieces.
         held = halves[rank : rank + 1] if step == 1 or rank == 0 else []
-        memory.keep(snapshot(step, *held), {}, Place(rank, 0, 1, rank))
+        memory.keep(
+            snapshot(step, *held),
+            {},
+            Place(host=rank, local_process=0, num_local_processes=1, process=rank),
+        )
     found = newest_state(Engine(), memory, None)
     assert (found.source, found.snapshot.version.step) == ("memory", 1)
     assert torch.equal(found.snapshot.state("job")["weight"], FULL)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from resilin.training.bridge.home import Home
-from resilin.training.state.replica_parts import of_replica
+from resilin.training.state.replica_parts import of_process
 from resilin.training.state.snapshot import Snapshot, Version
 from resilin.training.state.transfer import gather_parts
 
@@ -56,9 +56,9 @@ class CarriedState:
         snapshot = Snapshot(Version(*state["version"]), dict(state["tree"]), dict(state["tensors"]))
         # What the job does from here on is newer than whatever it has left before.
         engine, version = job.engine, snapshot.version
-        snapshot = of_replica(snapshot, engine.membership.process, engine.membership.num_replicas)
+        snapshot = of_process(snapshot, engine.membership.process, engine.membership.num_replicas)
         job.registry.restore(
-            snapshot, first_replica=engine.membership.process == 0, without=self._without
+            snapshot, first_replica=engine.membership.is_first, without=self._without
         )
         engine.raise_generation(version.generation + 1)
         job.timeline.carried_from = f"step {version.step} (a checkpoint of the framework)"

@@ -79,7 +79,7 @@ class Accumulator(MutableMapping[Any, Any]):
         # One created in the middle of an epoch is created there again, and starts from zero.
         if job.recovery is None or job.timeline.epoch_is_new:
             when = "start" if job.recovery is None else f"epoch {job.epoch}"
-            job.registry.add_summed(when, self, first_replica=job.engine.membership.process == 0)
+            job.registry.add_summed(when, self, first_replica=job.engine.membership.is_first)
 
     def __getitem__(self, key: Any) -> Any:
         if self._total is not None:

@@ -76,7 +76,11 @@ class CheckpointSchedule:
 
     def is_due(self, steps: int) -> bool:
         """Whether to begin a save at this step. Asked of replica 0 alone: clocks differ."""
-        if self.checkpoints is None or self._engine.membership.process or self.checkpoints.saving:
+        if (
+            self.checkpoints is None
+            or not self._engine.membership.is_first
+            or self.checkpoints.saving
+        ):
             return False
         every = self._settings.checkpoint_every
         if isinstance(every, timedelta):
@@ -125,7 +129,7 @@ class CheckpointSchedule:
             return
         self._report_saved(commit)
         self._saved = version
-        if self._engine.membership.process == 0:
+        if self._engine.membership.is_first:
             logger.info("saved step %d in %s", commit.version.step, commit.path)
 
     def save_from_memory(self, memory: MemoryCopies) -> None:
@@ -157,7 +161,7 @@ class CheckpointSchedule:
         if commit is None:
             return
         self.committed_step = commit.version.step
-        if self._engine.membership.process:
+        if not self._engine.membership.is_first:
             return
         assert self.checkpoints is not None
         stamp: Stamp = {**self._events.stamp(), "step": commit.version.step}
@@ -172,7 +176,7 @@ class CheckpointSchedule:
         )
 
     def _report_failed(self, error: CheckpointError) -> None:
-        if self._engine.membership.process == 0:
+        if self._engine.membership.is_first:
             place = self._settings.checkpoint_dir or ""
             stamp = self._events.stamp()
             self._events.emit(

@@ -43,18 +43,18 @@ from resilin.training.state.shards import (
 from resilin.training.state.snapshot import Json, Snapshot, Version, names
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Placement of a replica among those that share its host's memory."""
+    """Placement of a process among those that share its host's memory."""
 
     host: int
     """Number of the host, or of the agent on it."""
-    local_replica: int
-    """Number of the replica on its host, from 0."""
-    num_local_replicas: int
-    """Number of replicas on the host."""
-    replica: int
-    """Number of the replica in the job."""
+    local_process: int
+    """Number of the process on its host, from 0."""
+    num_local_processes: int
+    """Number of processes on the host."""
+    process: int
+    """Number of the process in the job."""
 
 
 class MemoryCopies:
@@ -133,9 +133,9 @@ class MemoryCopies:
         own: OwnState | None,
         previous: Version | None,
     ) -> None:
-        num = place.num_local_replicas
+        num = place.num_local_processes
         dealt = shares(snapshot.tensors, num)
-        for share in shares_written(place.local_replica, num):
+        for share in shares_written(place.local_process, num):
             meta: dict[str, Any] = {
                 "share": share,
                 "num_shares": num,
@@ -148,8 +148,8 @@ class MemoryCopies:
                 meta["tree"] = snapshot.tree
                 meta["split"] = split_shapes(snapshot.tensors)
             pieces = whole_pieces(snapshot.tensors, dealt[share])
-            if share == place.local_replica:
-                meta["sums"] = {"replica": place.replica, "of": sums}
+            if share == place.local_process:
+                meta["sums"] = {"replica": place.process, "of": sums}
                 pieces.update(own_pieces(snapshot.tensors))
                 if own is not None and own.tree:
                     meta["own"] = own.tree
@@ -158,7 +158,7 @@ class MemoryCopies:
 
     def _writer(self, version: Version, share: int, place: Place) -> FileWriter:
         key = (share, self._turn)
-        name = file_name(version.generation, place.host, place.local_replica, share, self._turn)
+        name = file_name(version.generation, place.host, place.local_process, share, self._turn)
         writer = self._writers.get(key)
         if writer is None or writer.path.name != name:
             if writer is not None:

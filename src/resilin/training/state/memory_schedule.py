@@ -198,7 +198,12 @@ class MemorySchedule:
         memory.keep(
             registry.take(version),
             registry.take_sums(version.epoch),
-            Place(me.host, me.local_process, me.num_local_processes, me.process),
+            Place(
+                host=me.host,
+                local_process=me.local_process,
+                num_local_processes=me.num_local_processes,
+                process=me.process,
+            ),
             registry.take_own(),
             previous=resumed if again else self._kept or resumed,
             again=again,

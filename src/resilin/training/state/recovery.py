@@ -93,7 +93,7 @@ class Recovery:
             # A host without copies takes part too.
             self.active = any(engine.gather(self.active))
         if not self.active:
-            if engine.restartable and engine.membership.process == 0:
+            if engine.restartable and engine.membership.is_first:
                 logger.warning(
                     "neither memory copies nor checkpoints are made: a lost worker costs the whole "
                     "run"
@@ -169,7 +169,7 @@ class Recovery:
         self._registry.warn_of_unclaimed()
         self._saves.report_ended()
         self._copies.counted(step_seconds, copy_seconds, failed)
-        if self._engine.membership.process == 0:
+        if self._engine.membership.is_first:
             self._risk.update(self.at_risk)
         if self._copies.is_due(version.step, stopping=bool(stop)):
             self._copies.keep(version)
@@ -199,7 +199,7 @@ class Recovery:
         reason = engine.stop.reason or "another replica was asked to stop"
         engine.unwatch()
         self._saves.save(version)
-        if engine.membership.process == 0:
+        if engine.membership.is_first:
             logger.info("stopped at step %d (%s)", version.step, reason)
         self._close_log()
         engine.leave(asked=engine.stop.asked)
@@ -211,7 +211,7 @@ class Recovery:
         logger.warning("replica %d exits: %s", self._engine.membership.replica, reason)
         memory = self._copies.memory
         try:
-            if deadline_passed and self._engine.membership.process == 0 and memory is not None:
+            if deadline_passed and self._engine.membership.is_first and memory is not None:
                 self._saves.save_from_memory(memory)
         except Exception:
             logger.exception("the memory copy was not saved")

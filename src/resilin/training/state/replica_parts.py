@@ -53,18 +53,18 @@ def gathered(everyone: Mapping[int, OwnState]) -> OwnState:
     return OwnState(tree, tensors)
 
 
-def of_replica(snapshot: Snapshot, replica: int, num_replicas: int) -> Snapshot:
-    """A snapshot with the own state of one replica, and without those of the others.
+def of_process(snapshot: Snapshot, process: int, num_replicas: int) -> Snapshot:
+    """A snapshot with the own state of one process, and without those of the others.
 
     Args:
         snapshot: What `gathered` made, with the parts that are the same on all replicas.
-        replica: The replica that is to get it.
-        num_replicas: How many there are now. At another number than before, no replica gets any:
-            who has which data has changed.
+        process: The process that is to get it.
+        num_replicas: How many replicas there are now. At another number than before, no process
+            gets any: who has which data has changed.
     """
     tree = {name: part for name, part in snapshot.tree.items() if not name.startswith(OWN)}
     if snapshot.tree.get("job", {}).get("replicas") == num_replicas:
-        prefix = f"{OWN}{replica}/"
+        prefix = f"{OWN}{process}/"
         tree |= {
             OWN + name.removeprefix(prefix): part
             for name, part in snapshot.tree.items()

@@ -128,7 +128,7 @@ def newest_state(
             for v in memory.versions()
         }
     saved: list[Version] = []
-    if checkpoints is not None and engine.membership.process == 0:
+    if checkpoints is not None and engine.membership.is_first:
         saved = [commit.version for commit in checkpoints.commits()]
     everyone = engine.gather(
         {

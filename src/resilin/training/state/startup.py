@@ -12,7 +12,7 @@ from resilin.training.state.checkpoint import Checkpoints
 from resilin.training.state.memory import MemoryCopies
 from resilin.training.state.memory_file import Writer, in_use
 from resilin.training.state.registry import Registry
-from resilin.training.state.replica_parts import of_replica
+from resilin.training.state.replica_parts import of_process
 from resilin.training.state.restore import newest_state
 from resilin.training.state.snapshot import Version
 
@@ -70,8 +70,8 @@ def start(
         # The checkpoint of another framework may have brought the job further already.
         _log(engine, "started", f"at step {steps}")
         return Start(branch=branch)
-    mine = of_replica(snapshot, engine.membership.process, engine.membership.num_replicas)
-    registry.restore(mine, first_replica=engine.membership.process == 0)
+    mine = of_process(snapshot, engine.membership.process, engine.membership.num_replicas)
+    registry.restore(mine, first_replica=engine.membership.is_first)
     seconds = time.monotonic() - began
     version = snapshot.version
     _log(engine, "resumed", f"at step {version.step} from {source} (restored in {seconds:.2f} s)")
@@ -99,6 +99,6 @@ def _on_all_hosts(engine: Engine, memory: MemoryCopies | None, version: Version)
 
 
 def _log(engine: Engine, verb: str, rest: str) -> None:
-    if engine.membership.process == 0:
+    if engine.membership.is_first:
         num = engine.membership.num_replicas
         logger.info("%s %d replica%s %s", verb, num, "s" if num > 1 else "", rest)
