@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import resilin
+from resilin.compat.names import MissingNameError
 from resilin.compat.ray_names import CONTEXT
 from resilin.engine.ray import RayTrain
 from resilin.training.state.memory import MemoryCopies
@@ -208,7 +209,7 @@ def test_the_workers_are_those_that_ray_has_started(as_worker):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("when", ["between steps", "within a step"])
 def test_a_step_that_lost_its_process_group_is_not_kept(as_worker, monkeypatch, tmp_path, when):
-    """Ray destroys the group from another thread while the training goes on."""
+    """Ray destroys the group from another thread during the training."""
     monkeypatch.setenv("RESILIN_MEMORY_DIR", str(tmp_path / "memory"))
     as_worker(dist.get_rank(), 2)
     resilin.checkpoint_to(None, memory_every=1)
@@ -253,13 +254,23 @@ def test_a_job_that_is_asked_to_stop_tells_ray_that_there_is_more_to_do(as_worke
 
 @pytest.fixture
 def integration(monkeypatch):
-    """`resilin.integrations.ray` on a Ray that only notes what it is told."""
+    """`resilin.integrations.ray`, loaded with Ray itself, whose calls are then only recorded."""
+    pytest.importorskip("ray")
+    module = importlib.import_module("resilin.integrations.ray")
     train = SimpleNamespace(reported=[])
     train.report = lambda metrics, **kwargs: train.reported.append((metrics, kwargs))
-    monkeypatch.setitem(sys.modules, "ray.train", train)
-    sys.modules.pop("resilin.integrations.ray", None)
-    yield importlib.import_module("resilin.integrations.ray")
-    del sys.modules["resilin.integrations.ray"]
+    monkeypatch.setattr(module, "_train", train)
+    return module
+
+
+def test_a_ray_that_lacks_a_name_is_refused_at_import(integration, monkeypatch):
+    context = importlib.import_module(CONTEXT)
+    monkeypatch.delattr(context.TrainContext, "get_world_rank")
+    monkeypatch.delitem(sys.modules, integration.__name__)
+    with pytest.raises(
+        MissingNameError, match=r"needs \S+\.TrainContext\.get_world_rank, which ray"
+    ):
+        importlib.import_module(integration.__name__)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +288,9 @@ def test_checkpoints_go_where_ray_keeps_the_run(integration, as_worker, kind, pa
 
 def test_a_storage_without_a_url_is_refused(integration, as_worker):
     as_worker(0, 1)
-    place = SimpleNamespace(storage_filesystem=SimpleNamespace(type_name="py::mine"))
+    place = SimpleNamespace(
+        storage_filesystem=SimpleNamespace(type_name="py::mine"), experiment_fs_path="b/a"
+    )
     integration._train.get_context = lambda: SimpleNamespace(get_storage=lambda: place)
     with pytest.raises(ValueError, match=r"\(py::mine\) must be one of local, s3, gcs"):
         integration.storage()

@@ -125,6 +125,13 @@ class Engine:
         """
         return True
 
+    def require_members(self) -> None:
+        """Called before state is kept: raise if this process has lost the others for good.
+
+        The loop body runs on after `optimizer.step`. Whatever it did without the others, such as a
+        mean over replicas that was left out, must not be kept.
+        """
+
     # Agreement and state -------------------------------------------------------------------
 
     def gradient_group(self) -> dist.ProcessGroup | None:

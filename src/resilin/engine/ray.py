@@ -47,7 +47,8 @@ class RayTrain(Engine):
                 f"Ray Train has started {self._num_replicas} workers, and their process group has "
                 f"{size} members: it must have all of them, as with TorchTrainer and TorchConfig"
             )
-        self._world = dist.group.WORLD
+        # Not `_world`: the base class moves that one on whenever the process group changes.
+        self._started_with = dist.group.WORLD
         self._node = str(sys.modules["ray"].get_runtime_context().get_node_id())
         if self._num_replicas > 1:
             default_store().set(f"{_NODE}/{self._replica}", self._node)
@@ -95,12 +96,12 @@ class RayTrain(Engine):
     # A step --------------------------------------------------------------------------------
 
     def begin_step(self) -> Membership:
-        """End the training if Ray has destroyed its process group."""
-        if not self.all_committed():
-            raise RuntimeError(
-                f"Ray Train has destroyed the process group of its {self._num_replicas} workers, "
-                "as it does before it starts new ones"
-            )
+        """End the training if Ray has destroyed its process group.
+
+        Raises:
+            RuntimeError: It has.
+        """
+        self.require_members()
         return self.membership
 
     def all_committed(self) -> bool:
@@ -109,7 +110,39 @@ class RayTrain(Engine):
         Ray destroys it from another thread, at any moment. A step that lost it has the gradient of
         this replica alone, and must not be committed.
         """
-        return dist.group.WORLD is self._world
+        return dist.group.WORLD is self._started_with
+
+    def require_members(self) -> None:
+        """Raise if Ray has destroyed the process group: nothing may wait for other workers then.
+
+        Raises:
+            RuntimeError: It has.
+        """
+        if not self.all_committed():
+            raise RuntimeError(
+                f"Ray Train has destroyed the process group of its {self._num_replicas} workers, "
+                "as it does before it starts new ones"
+            )
+
+    # Agreement -----------------------------------------------------------------------------
+
+    def gradient_group(self) -> dist.ProcessGroup | None:
+        """The process group of `TorchTrainer`; None if there is but one worker.
+
+        Raises:
+            RuntimeError: Ray has destroyed it.
+        """
+        self.require_members()
+        return super().gradient_group()
+
+    def group(self, purpose: str) -> dist.ProcessGroup | None:
+        """A gloo group of all workers for one purpose; None if there is but one worker.
+
+        Raises:
+            RuntimeError: Ray has destroyed the process group.
+        """
+        self.require_members()
+        return super().group(purpose)
 
     # The end -------------------------------------------------------------------------------
 

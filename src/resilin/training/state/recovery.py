@@ -163,6 +163,7 @@ class Recovery:
         )
 
     def _settle(self, version: Version, votes: tuple[float, ...]) -> None:
+        self._engine.require_members()
         self._seen = version
         self._copies.step_ends()
         stop, save, step_seconds, copy_seconds, failed = votes or (0.0, 0.0, 0.0, 0.0, 1.0)
@@ -221,6 +222,7 @@ class Recovery:
         """The job is done: its last state is saved, and memory is given back when it exits."""
         if not self.active or not self._listening:
             return
+        self._engine.require_members()
         self._saves.save(self._version())
         self._engine.unwatch()
         self._engine.stop.release()
