@@ -1,4 +1,4 @@
-"""Accelerate: how an accelerator knows which micro-batch completes a step. Loads no Accelerate."""
+"""Accelerate: the flag for the micro-batch that completes a step. Loads no Accelerate."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _SCHEDULERS = ACCELERATE.name(
     "accelerate:Accelerator._schedulers", "saves the scheduler in checkpoints", instance=True
 )
 _DO_SYNC = ACCELERATE.name(
-    "accelerate:Accelerator._do_sync", "says which micro-batch completes a step"
+    "accelerate:Accelerator._do_sync", "sets which micro-batch completes a step"
 )
 _SET_SYNC = ACCELERATE.name(
-    "accelerate.state:GradientState._set_sync_gradients", "says which micro-batch completes a step"
+    "accelerate.state:GradientState._set_sync_gradients", "sets which micro-batch completes a step"
 )
 SYNC = _DO_SYNC.attribute
-"""Method that `accelerator.accumulate` asks whether a micro-batch completes a step."""
+"""Method that `accelerator.accumulate` calls to know whether a micro-batch completes a step."""
 _PREPARED = "_is_accelerate_prepared"
 """Mark of a model that `accelerator.prepare` has seen."""
 
 
 def check(accelerator: Any) -> None:
-    """Checks that an accelerator has all names that the functions below use.
+    """Check that an accelerator has all names that the functions below use.
 
     Raises:
         MissingNameError: One is gone.
@@ -36,15 +36,15 @@ def check(accelerator: Any) -> None:
 
 
 def add_scheduler(accelerator: Any, scheduler: Any) -> None:
-    """Makes the accelerator save and load a scheduler."""
+    """Make the accelerator save and load a scheduler."""
     _SCHEDULERS.of(accelerator).append(scheduler)
 
 
 def mark_prepared(model: Any) -> None:
-    """Marks a model as prepared, so that `accelerator.prepare` leaves it alone."""
+    """Mark a model as prepared, so that `accelerator.prepare` leaves it alone."""
     setattr(model, _PREPARED, True)
 
 
 def set_completes(accelerator: Any, completes: bool) -> None:
-    """Says whether the micro-batch at hand completes a step."""
+    """Set whether the current micro-batch completes a step."""
     accelerator.gradient_state._set_sync_gradients(completes)

@@ -1,6 +1,6 @@
 """Keras: its training loop, the learning rate of its optimizers, and state of its callbacks.
 
-Loads no Keras: a name is looked up on the model or optimizer at hand.
+Loads no Keras: a name is looked up on the given model or optimizer.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ KERAS = Package("keras", tested=("3.15.1",))
 
 _BUILD = KERAS.name("keras:Model._symbolic_build", "builds a model from one batch")
 _LOSS = KERAS.name("keras:Model._compute_loss", "computes the loss as the loop of Keras does")
-_VALIDATES = KERAS.name("keras:Model._should_eval", "validates as often as `fit` was told to")
-_LAYERS = KERAS.name("keras:Model._flatten_layers", "tells statistics from frozen weights")
+_VALIDATES = KERAS.name(
+    "keras:Model._should_eval", "validates at the interval that `fit` was given"
+)
+_LAYERS = KERAS.name("keras:Model._flatten_layers", "distinguishes statistics from frozen weights")
 _TRACKER = KERAS.name("keras:Model._loss_tracker", "logs the mean loss", instance=True)
 _TRAINING = KERAS.name(
     "keras:Model._call_has_training_arg", "calls a model in training mode", instance=True
 )
 _WEIGHTS = KERAS.name(
-    "keras:Layer._trainable_variables", "tells statistics from frozen weights", instance=True
+    "keras:Layer._trainable_variables",
+    "distinguishes statistics from frozen weights",
+    instance=True,
 )
 _RATE = KERAS.name(
     "keras:optimizers.Optimizer._learning_rate", "finds a learning-rate schedule", instance=True
@@ -50,11 +54,11 @@ REMADE = (
     "_batch_trace_context",
     "_summary_module",
 )
-"""Attributes that callbacks of Keras make anew by themselves when training begins."""
+"""Attributes that callbacks of Keras create again when training begins."""
 
 
 def check(model: Any) -> None:
-    """Checks that a model has all names that the functions below use.
+    """Check that a model has all names that the functions below use.
 
     Raises:
         MissingNameError: One is gone.
@@ -67,12 +71,12 @@ def check(model: Any) -> None:
 
 
 def build(model: Any, batch: Any) -> None:
-    """Builds a model, its optimizer and its metrics from one batch."""
+    """Build a model, its optimizer and its metrics from one batch."""
     _BUILD.of(model)(data_batch=batch)
 
 
 def call_in_training(model: Any, x: Any) -> Any:
-    """Calls a model as its training step does."""
+    """Call a model as its training step does."""
     return model(x, training=True) if _TRAINING.of(model) else model(x)
 
 
@@ -82,7 +86,7 @@ def loss_of(model: Any, x: Any, y: Any, outputs: Any, sample_weight: Any) -> Any
 
 
 def track_loss(model: Any, loss: Any, weight: float) -> None:
-    """Adds a loss to the mean that is logged."""
+    """Add a loss to the mean that is logged."""
     _TRACKER.of(model).update_state(loss, sample_weight=weight)
 
 
@@ -110,19 +114,19 @@ def rate_of(optimizer: Any) -> Any:
 
 
 def own_rate(optimizer: Any) -> Callable[[], Any]:
-    """The method that everything in an optimizer asks for the learning rate, without ours."""
+    """The optimizer's own method for the learning rate, without resilin's replacement."""
     vars(optimizer).pop(_CURRENT_RATE.attribute, None)
     method: Callable[[], Any] = _CURRENT_RATE.of(optimizer)
     return method
 
 
 def replace_rate(optimizer: Any, rate: Callable[[], Any]) -> None:
-    """Makes an optimizer ask this function for its learning rate."""
+    """Replace the method that returns the learning rate of an optimizer."""
     vars(optimizer)[_CURRENT_RATE.attribute] = rate
 
 
 def restore_rate(optimizer: Any) -> None:
-    """Undoes `replace_rate`."""
+    """Undo `replace_rate`."""
     vars(optimizer).pop(_CURRENT_RATE.attribute, None)
 
 
@@ -130,5 +134,5 @@ def restore_rate(optimizer: Any) -> None:
 
 
 def choose_comparison(callback: Any) -> None:
-    """Makes a callback that monitors a value choose how it compares, and the sign of its delta."""
+    """Make a callback that monitors a value choose its comparison and the sign of its delta."""
     _COMPARE.of(callback)()

@@ -1,6 +1,6 @@
 """Lightning and torchmetrics: loops, logged values and checkpoints of a Trainer, and metrics.
 
-Imports Lightning, so import this where Lightning is at hand.
+Imports Lightning, so import this only where Lightning is installed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _RESULT = f"{_CONNECTORS}.logger_connector.result"
 # Logged values -----------------------------------------------------------------------------------
 
 Metadata: Any = LIGHTNING.name(f"{_RESULT}:_Metadata", "resumes logged values").find()
-"""How a value was logged."""
+"""Class of the record of the options that a value was logged with."""
 Sync: Any = LIGHTNING.name(f"{_RESULT}:_Sync", "resumes logged values").find()
-"""How a logged value is synchronised."""
+"""Class of the record of the synchronisation of a logged value."""
 ResultMetric: Any = LIGHTNING.name(f"{_RESULT}:_ResultMetric", "averages logged values").find()
 """A logged value and its mean."""
 ResultCollection: Any = LIGHTNING.name(
@@ -56,12 +56,12 @@ _SHOWN = tuple(
 
 
 def make_sync(*, should: bool, function: Callable[..., Any], rank_zero_only: bool) -> Any:
-    """Makes a record of how a logged value is synchronised."""
+    """Make the record of the synchronisation of a logged value."""
     return Sync(_should=should, fn=function, rank_zero_only=rank_zero_only)
 
 
 def replace_results(loop: Any, results: Any) -> None:
-    """Makes a loop collect its logged values here."""
+    """Replace the collection of logged values of a loop."""
     _RESULTS.set(loop, results)
 
 
@@ -77,7 +77,7 @@ def shown_values(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 def begin_micro_batch(trainer: Trainer, batch: Any) -> None:
-    """Tells `self.log` that a batch begins, so that it reads the batch size from it."""
+    """Report the start of a batch to `self.log`, which reads the batch size from it."""
     _LOGGER.of(trainer).on_batch_start(batch)
 
 
@@ -120,12 +120,12 @@ _FETCHER = LIGHTNING.name(
 
 
 def set_restarting(loop: Any, restarting: bool) -> None:
-    """Says whether a loop takes itself for restarted."""
+    """Set whether a loop counts as restarted."""
     _RESTARTING.set(loop, restarting)
 
 
 def end_restart(fit_loop: Any) -> None:
-    """Makes all loops of a fit continue as if they had never stopped."""
+    """Make all loops of a fit continue as if they had never stopped."""
     epoch_loop = fit_loop.epoch_loop
     for loop in (
         fit_loop,
@@ -141,12 +141,12 @@ def end_restart(fit_loop: Any) -> None:
 
 
 def restart_in_epoch(fit_loop: Any) -> None:
-    """Makes a fit continue its epoch, without the hooks at the start of an epoch."""
+    """Make a fit continue its epoch, without the hooks at the start of an epoch."""
     _FIT_STAGE.set(fit_loop, _FIT_STAGES.find())
 
 
 def restart_before_validation(epoch_loop: Any) -> None:
-    """Makes an epoch continue with its validation."""
+    """Make an epoch continue with its validation."""
     _RESTARTING.set(epoch_loop, True)
     _HAS_RUN.set(epoch_loop.val_loop, False)
     _EVALUATION_STAGE.set(epoch_loop.val_loop, _EVALUATION_STAGES.find())
@@ -155,12 +155,12 @@ def restart_before_validation(epoch_loop: Any) -> None:
 
 
 def validation_begun(epoch_loop: Any) -> None:
-    """Undoes `restart_before_validation` for the validations after this one."""
+    """Undo `restart_before_validation` for the validations after this one."""
     vars(epoch_loop).pop(_SHOULD_VALIDATE.attribute, None)
 
 
 def continue_epoch(fit_loop: Any) -> None:
-    """Makes a fit expect more batches, however many its data fetcher has counted."""
+    """Make a fit expect more batches, however many its data fetcher has counted."""
     fetcher = _FETCHER.of(fit_loop)
     assert fetcher is not None
     fetcher.done = fit_loop.epoch_loop.batch_progress.is_last_batch = False
@@ -214,7 +214,7 @@ callback that has another attribute in a later version resumes without it.
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Checks that a Trainer and its loops have all names that the functions above use.
+    """Check that a Trainer and its loops have all names that the functions above use.
 
     Raises:
         MissingNameError: One is gone.
@@ -236,12 +236,12 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def resume_from(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Makes a Trainer restore this, as if it had read it from a file."""
+    """Make a Trainer restore this, as if it had read it from a file."""
     _LOADED_CHECKPOINT.set(_CHECKPOINTS.of(trainer), checkpoint)
 
 
 def release_signals(trainer: Trainer) -> None:
-    """Removes the signal handlers of a Trainer."""
+    """Remove the signal handlers of a Trainer."""
     _SIGNALS.of(trainer).teardown()
 
 
@@ -252,12 +252,12 @@ def validation_interval(trainer: Trainer) -> float | None:
 
 
 def call_module_hook(trainer: Trainer, hook: str, *args: Any) -> None:
-    """Calls a hook of the module as the Trainer does."""
+    """Call a hook of the module as the Trainer does."""
     _HOOK.find()(trainer, hook, *args)
 
 
 def before_transfer(module: LightningModule, batch: Any) -> Any:
-    """Runs the hook of a module that changes a batch before it is moved to the device."""
+    """Run the hook of a module that changes a batch before it is moved to the device."""
     return _TRANSFER.of(module)(batch, dataloader_idx=0)
 
 
@@ -292,7 +292,7 @@ _SYNC_CONTROL = LIGHTNING.name(
 
 
 def check_strategy(strategy: Any) -> None:
-    """Checks that a DDP strategy, of the Trainer or of Fabric, has all names used below.
+    """Check that a DDP strategy, of the Trainer or of Fabric, has all names used below.
 
     Raises:
         MissingNameError: One is gone.
@@ -318,7 +318,7 @@ def device_ids(strategy: Any) -> list[int] | None:
 
 
 def replace_sync_control(strategy: Any, control: Any) -> None:
-    """Makes `fabric.no_backward_sync` ask this object."""
+    """Replace the object that implements `fabric.no_backward_sync`."""
     _SYNC_CONTROL.set(strategy, control)
 
 
@@ -341,12 +341,12 @@ _FORWARD = TORCHMETRICS.name(
 
 
 def num_updates(metric: Metric) -> int:
-    """How often a metric was updated since its last reset."""
+    """Number of updates of a metric since its last reset."""
     return int(_UPDATES.of(metric))
 
 
 def set_num_updates(metric: Metric, number: int) -> None:
-    """Sets how often a metric was updated, and drops its last result."""
+    """Set the number of updates of a metric, and drop its last result."""
     _UPDATES.set(metric, number)
     _COMPUTED.set(metric, None)
 
@@ -358,5 +358,5 @@ def states_of(metric: Metric) -> dict[str, tuple[Any, Any]]:
 
 
 def show_in_step(metric: Metric, value: Any) -> None:
-    """Makes a metric report this value for the step."""
+    """Make a metric report this value for the step."""
     _FORWARD.set(metric, value)

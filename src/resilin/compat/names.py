@@ -26,7 +26,7 @@ class Package:
     """All declared names."""
 
     def name(self, path: str, use: str, *, instance: bool = False) -> Name:
-        """Declares a name.
+        """Declare a name.
 
         Args:
             path: Module and attribute, such as `torch.nn:Module._apply`.
@@ -71,7 +71,7 @@ class Name:
         return self.path.rpartition(":")[2].rpartition(".")[2]
 
     def find(self) -> Any:
-        """Imports the module and returns the named object.
+        """Import the module and return the named object.
 
         For a name that only instances have, that is the class: see `of` for the rest.
 
@@ -102,7 +102,7 @@ class Name:
             raise self._missing_of(owner) from error
 
     def set(self, owner: Any, value: Any) -> None:
-        """Sets the attribute of this name of an object, which must have it already.
+        """Set the attribute of this name of an object, which must have it already.
 
         Raises:
             MissingNameError: The object does not have it: setting it would have no effect.

@@ -27,7 +27,7 @@ _COMMANDS = PYTHON.name("argparse:_SubParsersAction", "completes the options of 
 
 
 def frame_of_caller() -> FrameType:
-    """The frame of whoever called the function that calls this."""
+    """The frame of the caller of the function that calls this."""
     frame: FrameType = _getframe(2)
     return frame
 
@@ -39,7 +39,7 @@ def frame_of_main_thread() -> FrameType | None:
 
 
 def run_exit_functions() -> None:
-    """Runs what was registered with `atexit`, as the end of the interpreter does."""
+    """Run the functions registered with `atexit`, as the interpreter does when it exits."""
     _EXIT.find()()
 
 

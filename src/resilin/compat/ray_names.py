@@ -1,4 +1,4 @@
-"""Ray Train: what it has told this worker, and where it keeps the run. Ray is never imported here.
+"""Ray Train: the settings of this worker, and the storage of the run. Never imports Ray itself.
 
 A process is a worker of Ray Train only if Ray itself has loaded the module of `CONTEXT`.
 """
@@ -44,7 +44,7 @@ class Worker(NamedTuple):
 
 
 def check() -> None:
-    """Checks that the installed Ray has all names; loads it.
+    """Check that the installed Ray has all names; load it.
 
     Raises:
         MissingNameError: One is gone.

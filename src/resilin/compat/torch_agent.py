@@ -1,4 +1,4 @@
-"""torchrun's agent: methods that resilin wraps, and what it reads of workers and rendezvous.
+"""torchrun's agent: methods that resilin wraps, and state of workers and rendezvous.
 
 Apart from `torch_names`, because loading it takes a while and only the command line needs it.
 """
@@ -92,13 +92,13 @@ class WrappedAgent(LocalElasticAgent):
         self._remaining_restarts = number
 
     def restart_workers(self, group: WorkerGroup) -> None:
-        """Restarts the workers without a report."""
+        """Restart the workers without a report."""
         super()._restart_workers(group)
 
     def exit_code(self, local_rank: int) -> int | None:
         """The exit code of a worker; None while it has none, or where torch keeps it elsewhere.
 
-        torch reports nothing of workers that ended well before all have.
+        torch does not report workers that succeeded before all of them have.
         """
         processes = self._pcontext
         handlers = getattr(processes, _HANDLERS.attribute, None)
@@ -113,27 +113,27 @@ class WrappedAgent(LocalElasticAgent):
     # Wrapped -------------------------------------------------------------------------------
 
     def around_rendezvous(self, stock: Callable[..., None], group: WorkerGroup) -> None:
-        """Meets the other agents."""
+        """Join the rendezvous with the other agents."""
         stock(group)
 
     def around_ranks(
         self, stock: Callable[..., list[Worker]], store: Any, rank: int, size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Assigns ranks to the workers, together with the other agents."""
+        """Assign ranks to the workers, together with the other agents."""
         return stock(store, rank, size, spec)
 
     def around_start(
         self, stock: Callable[..., dict[int, Any]], group: WorkerGroup
     ) -> dict[int, Any]:
-        """Starts the workers."""
+        """Start the workers."""
         return stock(group)
 
     def around_monitor(self, stock: Callable[..., RunResult], group: WorkerGroup) -> RunResult:
-        """Looks at the workers."""
+        """Check the state of the workers."""
         return stock(group)
 
     def around_restart(self, stock: Callable[..., None], group: WorkerGroup) -> None:
-        """Restarts the workers."""
+        """Restart the workers."""
         stock(group)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -158,8 +158,8 @@ class WrappedAgent(LocalElasticAgent):
 def rendezvous_members(handler: Any) -> tuple[int, int] | None:
     """Numbers of agents in a rendezvous and of those waiting to join; None if unknown.
 
-    torch asks its own rendezvous each time it looks at the workers, and so keeps this up to date.
-    Rendezvous of other kinds have nothing like it.
+    torch queries its own rendezvous each time it checks the workers, which keeps this up to date.
+    Other kinds of rendezvous do not have it.
     """
     holder = getattr(handler, _STATE.attribute, None)
     if holder is None:
@@ -168,5 +168,5 @@ def rendezvous_members(handler: Any) -> tuple[int, int] | None:
 
 
 def use_agent(make: Callable[..., Any]) -> None:
-    """Makes torch's launcher build its agent with this; it has no other place to put one in."""
+    """Replace the class of agent of torch's launcher, which has no option for it."""
     vars(launcher)[_LAUNCHER.attribute] = make

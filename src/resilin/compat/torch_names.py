@@ -41,7 +41,7 @@ norms_of_all: Callable[[Sequence[Tensor]], list[Tensor]] = TORCH.name(
 ).find()
 """The norm of each tensor."""
 
-_VERSION = TORCH.name("torch:Tensor._version", "tells whether a tensor was changed in place")
+_VERSION = TORCH.name("torch:Tensor._version", "detects that a tensor was changed in place")
 _VERSION.find()
 version_of: Callable[[Tensor], int] = operator.attrgetter(_VERSION.attribute)
 """Number of changes in place that a tensor has had."""
@@ -90,7 +90,7 @@ _RESET = TORCH.name(
 )
 _SYNC = TORCH.name(
     "torch.nn.parallel:DistributedDataParallel.require_backward_grad_sync",
-    "says which micro-batch reduces",
+    "sets which micro-batch reduces",
     instance=True,
 )
 _UNUSED = TORCH.name(
@@ -110,7 +110,7 @@ for _name in (_PRE_FORWARD, _POST_FORWARD, _PREPARE, _RESET, _IGNORED):
 
 
 def check_ddp(ddp: DistributedDataParallel) -> None:
-    """Checks that a DDP has all attributes that the functions below use.
+    """Check that a DDP has all attributes that the functions below use.
 
     Raises:
         MissingNameError: One is gone.
@@ -120,7 +120,7 @@ def check_ddp(ddp: DistributedDataParallel) -> None:
 
 
 def set_reduces(ddp: DistributedDataParallel, reduces: bool) -> None:
-    """Says whether the backward pass of the next forward pass reduces, as `no_sync` does."""
+    """Set whether the backward pass of the next forward pass reduces, as `no_sync` does."""
     ddp.require_backward_grad_sync = reduces
 
 
@@ -130,7 +130,7 @@ def finds_unused(ddp: DistributedDataParallel) -> bool:
 
 
 def prepare_backward(ddp: DistributedDataParallel, outputs: Sequence[Tensor]) -> None:
-    """Makes DDP expect a backward pass from these outputs, without a forward pass.
+    """Make DDP expect a backward pass from these outputs, without a forward pass.
 
     Args:
         ddp: The model.
@@ -140,7 +140,7 @@ def prepare_backward(ddp: DistributedDataParallel, outputs: Sequence[Tensor]) ->
 
 
 def wrap_outputs(ddp: DistributedDataParallel, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Does what DDP does around a forward pass, for outputs that come from elsewhere.
+    """Run the hooks of DDP around a forward pass, for outputs that were computed outside of it.
 
     Returns:
         The outputs, connected so that their backward pass reduces.
@@ -153,12 +153,12 @@ def wrap_outputs(ddp: DistributedDataParallel, outputs: Sequence[Tensor]) -> Seq
 
 
 def reset_reducer(ddp: DistributedDataParallel) -> None:
-    """Makes DDP forget a forward pass whose backward pass never ended, and its bucket order."""
+    """Make DDP forget a forward pass whose backward pass never ended, and its bucket order."""
     ddp.reducer._reset_state()
 
 
 def ignored_by_ddp(module: nn.Module) -> frozenset[str]:
-    """Names of the parameters and buffers that DDP was told to leave alone."""
+    """Names of the parameters and buffers that DDP was configured to ignore."""
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
@@ -170,7 +170,8 @@ def first_bucket_bytes() -> int:
 # Process groups ----------------------------------------------------------------------------------
 
 _DEFAULT_STORE = TORCH.name(
-    "torch.distributed.distributed_c10d:_get_default_store", "tells workers of Ray Train apart"
+    "torch.distributed.distributed_c10d:_get_default_store",
+    "shares the nodes of Ray Train's workers",
 )
 _RENDEZVOUS = TORCH.name(
     "torch.distributed.rendezvous:rendezvous", "gives each process group a name of its own"
@@ -184,7 +185,7 @@ def default_store() -> Store:
 
 
 def rendezvous_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
-    """Meets the other processes as the environment of torchrun says.
+    """Join the other processes by the environment variables of torchrun.
 
     Returns:
         The store, the rank of this process, and the number of processes.
@@ -240,23 +241,23 @@ _CALLED = TORCH.name(
 )
 _INITIAL = TORCH.name(
     "torch.optim.lr_scheduler:LRScheduler._is_initial",
-    "tells the step of a scheduler's constructor from those of training",
+    "distinguishes the step of a scheduler's constructor from those of training",
 )
 _INITIAL.find()
 
 
 def is_counted(step: Callable[..., Any]) -> bool:
-    """Whether a scheduler has wrapped this `optimizer.step`, to know that it was called."""
+    """Whether a scheduler has wrapped this `optimizer.step` to detect that it was called."""
     return hasattr(step, _COUNTED)
 
 
 def mark_counted(step: Callable[..., Any]) -> None:
-    """Marks an `optimizer.step` as wrapped; a scheduler warns about one that is not."""
+    """Mark an `optimizer.step` as wrapped; a scheduler warns about one that is not."""
     setattr(step, _COUNTED, True)
 
 
 def note_called(optimizer: Optimizer) -> None:
-    """Notes that the optimizer was stepped; a scheduler that is stepped first warns about it."""
+    """Note that the optimizer was stepped; a scheduler that is stepped first warns about it."""
     setattr(optimizer, _CALLED.attribute, True)
 
 
@@ -274,5 +275,5 @@ _PLACE = TORCH.name(
 
 
 def make_place(file: str, offset: int, length: int) -> Any:
-    """Makes a record of where a tensor is, for the metadata of torch.distributed.checkpoint."""
+    """Make the record of the position of a tensor, in metadata of torch.distributed.checkpoint."""
     return _PLACE.find()(file, offset, length)

@@ -1,6 +1,6 @@
-"""Transformers: methods of the Trainer that resilin wraps, and what a Trainer counts.
+"""Transformers: methods of the Trainer that resilin wraps, and its counters.
 
-Loads no Transformers: `TrainerHooks` is mixed into whatever Trainer there is.
+Loads no Transformers: `TrainerHooks` is mixed into the Trainer of the user.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _METHODS = tuple(
     for method, use in {
         "_get_learning_rate": "logs the learning rate of the step, not of the next one",
         "_get_grad_norm": "logs the gradient norm of an epoch that is resumed at its end",
-        "_run_epoch": "lets the loader say when an epoch ends",
+        "_run_epoch": "lets the loader end an epoch",
         "_init_training_state": "resumes in the middle of an epoch",
         "_prepare_for_training": "keeps a newer state than that of the checkpoint",
         "_save_optimizer_and_scheduler": "adds the state of the job to a checkpoint folder",
@@ -53,9 +53,9 @@ _REFERENCES = TRANSFORMERS.name(
 
 
 def check() -> None:
-    """Checks that the installed Trainer has all methods that are wrapped.
+    """Check that the installed Trainer has all methods that are wrapped.
 
-    A method that is gone would never be called, and the run would silently be another one.
+    The hook of a missing method would never be called, and the run would silently be wrong.
 
     Raises:
         MissingNameError: One is gone.
@@ -80,23 +80,23 @@ class TrainerHooks:
         return stock(*args, **kwargs)
 
     def around_epoch(self, stock: Callable[..., Any], **kwargs: Any) -> Any:
-        """Runs one epoch."""
+        """Run one epoch."""
         return stock(**kwargs)
 
     def around_beginning(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Makes the state of a run; returns the first epoch and the batches to skip in it."""
+        """Make the state of a run; return the first epoch and the batches to skip in it."""
         return stock(*args, **kwargs)
 
     def around_preparation(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Prepares model, optimizer and scheduler, and loads a checkpoint into them."""
+        """Prepare model, optimizer and scheduler, and load a checkpoint into them."""
         return stock(*args, **kwargs)
 
     def around_saving(self, stock: Callable[..., Any], output_dir: str) -> Any:
-        """Saves optimizer and scheduler in a checkpoint folder."""
+        """Save optimizer and scheduler in a checkpoint folder."""
         return stock(output_dir)
 
     def around_end(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Ends a run."""
+        """End a run."""
         return stock(*args, **kwargs)
 
     # What the Trainer calls ----------------------------------------------------------------
@@ -138,7 +138,7 @@ def items_in(trainer: Any, batch: Any, device: Any) -> Any:
 
 
 def load_weights(trainer: Any, folder: str) -> None:
-    """Loads the weights of a checkpoint folder into the model."""
+    """Load the weights of a checkpoint folder into the model."""
     trainer._load_from_checkpoint(folder)
 
 
@@ -156,7 +156,7 @@ def end_epoch(trainer: Any, *args: Any, grad_norm: Any, learning_rate: Any) -> N
 
 
 def keep_scheduler(trainer: Any) -> None:
-    """Makes the Trainer keep its scheduler when it prepares the run."""
+    """Make the Trainer keep its scheduler when it prepares the run."""
     _CREATED.set(trainer, False)
 
 
@@ -166,13 +166,13 @@ def counters(trainer: Any) -> dict[str, Any]:
 
 
 def set_counters(trainer: Any, values: Mapping[str, Any]) -> None:
-    """Sets what `counters` has returned."""
+    """Set the counters that `counters` returned."""
     for name in _COUNTERS:
         name.set(trainer, values[name.attribute])
 
 
 def add_operations(trainer: Any, number: float) -> None:
-    """Counts operations that the loop of the Trainer does not see."""
+    """Count operations that the loop of the Trainer does not see."""
     _FLOS.set(trainer, _FLOS.of(trainer) + number)
 
 
@@ -182,11 +182,11 @@ def summed_loss(trainer: Any) -> Any:
 
 
 def set_sums(trainer: Any, loss: Any, operations: float) -> None:
-    """Sets the sum of the losses and the number of operations since the last log."""
+    """Set the sum of the losses and the number of operations since the last log."""
     _LOSS.set(trainer, loss)
     _FLOS.set(trainer, operations)
 
 
 def restart_log(trainer: Any) -> None:
-    """Makes the next log cover the steps from now on."""
+    """Make the next log cover the steps from now on."""
     _LOGGED.set(trainer, trainer.state.global_step)

@@ -1,10 +1,10 @@
 """Accelerate: `prepare` in place of `accelerator.prepare`.
 
-Accelerate keeps what it is good at: devices, mixed precision, evaluation, trackers, its checkpoint
-folders. The step is resilin's: an `AdaptiveDataLoader` deals out the samples, an
-`AdaptiveDataParallel` weighs gradients, and a clock steps the scheduler. They tell the accelerator
-which micro-batch completes a step, so `accelerator.accumulate`, `sync_gradients` and
-`clip_grad_norm_` refer to the step at any batch size and any number of processes.
+Accelerate keeps devices, mixed precision, evaluation, trackers and its checkpoint folders. The step
+is resilin's: an `AdaptiveDataLoader` deals out the samples, an `AdaptiveDataParallel` weighs
+gradients, and a clock steps the scheduler. They set in the accelerator which micro-batch completes
+a step, so `accelerator.accumulate`, `sync_gradients` and `clip_grad_norm_` refer to the step at any
+batch size and any number of processes.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def bare_optimizer(optimizer: Any) -> Optimizer:
 
 
 def _connect(accelerator: Any, trained: AdaptiveDataParallel) -> Patch:
-    """Make the accelerator ask the job where a step ends, and the model what is inside it."""
+    """Connect the accelerator to the steps of the job, and to the module inside the model."""
     kind = type(accelerator)
 
     def is_trained(parameters: list[Any]) -> bool:
@@ -253,7 +253,7 @@ def _connect(accelerator: Any, trained: AdaptiveDataParallel) -> Patch:
             "clip_grad_norm_": clip_grad_norm_,
             "clip_grad_value_": clip_grad_value_,
             "skip_first_batches": skip_first_batches,
-            accelerate_names.SYNC: lambda: tell(accelerator),
+            accelerate_names.SYNC: lambda: update_sync(accelerator),
         },
     )
 
@@ -270,8 +270,8 @@ def completes_step() -> bool:
     return micro_batch is None or micro_batch.last
 
 
-def tell(accelerator: Any) -> None:
-    """Tell the accelerator whether the current micro-batch completes a step."""
+def update_sync(accelerator: Any) -> None:
+    """Set in the accelerator whether the current micro-batch completes a step."""
     accelerate_names.set_completes(accelerator, completes_step())
 
 
@@ -283,7 +283,7 @@ class ElasticLoader(PlacedLoader):
 
     def __init__(self, loader: AdaptiveDataLoader, accelerator: Any) -> None:
         def place(batch: Any) -> Any:
-            tell(accelerator)
+            update_sync(accelerator)
             if not accelerator.device_placement:
                 return batch
             return _utils.send_to_device(
@@ -324,7 +324,7 @@ class SteppedByClock:
 
 
 def _writes(accelerator: Any) -> bool:
-    """Whether this process writes what all processes have."""
+    """Whether this process writes the state that is the same on all processes."""
     if accelerator.project_configuration.save_on_each_node:
         return bool(accelerator.is_local_main_process)
     return bool(accelerator.is_main_process)

@@ -28,7 +28,7 @@ def save_state(directory: str, *without: str, write: bool) -> None:
 
     Args:
         directory: The folder, which exists on the process that writes.
-        *without: More parts that the framework saves by itself.
+        *without: More parts that the framework already saves.
         write: Whether this process writes.
     """
     state = CarriedState({*FRAMEWORK, *without}).state_dict()

@@ -8,7 +8,7 @@ from the script: a patience that is edited between two starts takes effect.
 
 Two limits. Arrays and lists from before training that are larger than `LARGE` are compared by
 identity, so a change in place is not noticed. A changed attribute that cannot be kept is named in a
-warning when a job resumes, unless the callback has created it anew by then.
+warning when a job resumes, unless the callback has created it again by then.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ray Train: the same five lines inside `train_loop_per_worker`.
 
 The loop is the user's: `resilin.init_process_group()` finds the process group of `TorchTrainer`,
-and `resilin.engine.ray` knows the workers. This module does the rest: checkpoints of resilin are
-kept where Ray keeps the run, and metrics of resilin are reported to Ray.
+and `resilin.engine.ray` knows the workers. This module adds two functions: `storage` keeps
+checkpoints of resilin where Ray keeps the run, and `report` reports metrics of resilin to Ray.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def storage() -> str:
 def report(
     metrics: Mapping[str, Any] | None = None, *, prefix: str = PREFIX, **kwargs: Any
 ) -> None:
-    """Calls `ray.train.report` with the metrics of the last step added. Collective, as Ray's is.
+    """Call `ray.train.report` with the metrics of the last step added. Collective, as Ray's is.
 
     Ray accepts one report every 2 s, when it polls the workers: report epochs, not steps.
 

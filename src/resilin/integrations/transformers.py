@@ -344,9 +344,9 @@ def _refuse(trainer: Any) -> None:
         "dataloader_in_order": (True, "samples come in the order of the sample stream"),
     }
     for name, (value, reason) in wanted.items():
-        told = getattr(args, name, value)
-        if told != value:
-            raise ValueError(f"{name} ({told!r}) must be {value!r}: {reason}")
+        found = getattr(args, name, value)
+        if found != value:
+            raise ValueError(f"{name} ({found!r}) must be {value!r}: {reason}")
     if args.train_sampling_strategy not in ORDERS:
         raise ValueError(
             f"train_sampling_strategy ({args.train_sampling_strategy!r}) must be one of "

@@ -17,7 +17,7 @@ NAMES = ("batch_size", "gain", "noise_scale", "progress")
 class ReadOut(keras.callbacks.Callback):  # type: ignore[misc]
     """Adds metrics of the last step to the logs of steps and epochs.
 
-    `Model.fit` puts one before all other callbacks by itself, so that History, CSVLogger,
+    `Model.fit` automatically puts one before all other callbacks, so that History, CSVLogger,
     TensorBoard and the progress bar show it too; pass one of your own to change what it adds.
 
     Args:

@@ -22,7 +22,7 @@ from resilin.integrations.keras.data import is_array
 from resilin.integrations.keras.refusals import check_model
 from resilin.training.bridge.home import Home
 
-_UNTOLD: Mapping[str, Any] = {
+_DEFAULTS: Mapping[str, Any] = {
     "memory_budget": None,
     "drop_last": False,
     "seed": None,
@@ -101,7 +101,7 @@ class Compiled:
     def check(self, settings: Mapping[str, Any]) -> None:
         """Reject settings that need a step which is not compiled."""
         for name, value in settings.items():
-            if value != _UNTOLD.get(name):
+            if value != _DEFAULTS.get(name):
                 raise refusal(name, value)
 
     def set_batch_size(self, batch_size: Any) -> None:
@@ -133,19 +133,19 @@ class Compiled:
             )
         return plan
 
-    def fit(self, told: Mapping[str, Any]) -> Any:
+    def fit(self, arguments: Mapping[str, Any]) -> Any:
         """Train with the batches of the plan.
 
         Args:
-            told: The arguments of `fit`.
+            arguments: The arguments of `fit`.
         """
-        plan, x = self.plan, told["x"]
+        plan, x = self.plan, arguments["x"]
         if not is_array(x):
             raise refusal("x", type(x).__name__, "its micro-batches are cut from arrays")
         samples = len(keras.tree.flatten(x)[0])
-        if told["validation_data"] is None:
+        if arguments["validation_data"] is None:
             # Keras rounds down as well.
-            samples = math.floor(samples * (1 - told["validation_split"]))
+            samples = math.floor(samples * (1 - arguments["validation_split"]))
         if samples % self.batch_size:
             raise refusal(
                 "the number of samples",
@@ -154,9 +154,9 @@ class Compiled:
                 "micro-batches would count too much",
             )
         self._prepare(plan)
-        held = told["validation_batch_size"] or plan.batch_size
+        held = arguments["validation_batch_size"] or plan.batch_size
         batches = {"batch_size": plan.batch_size, "validation_batch_size": held}
-        return self._model.fit(**{**told, **batches})
+        return self._model.fit(**{**arguments, **batches})
 
     def _prepare(self, plan: BatchPlan) -> None:
         """Set accumulation and learning rate, once per optimizer."""

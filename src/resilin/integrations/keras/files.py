@@ -49,8 +49,8 @@ def appending(callback: Any, known: int | None) -> Iterator[None]:
         )
     elif present > known:
         os.truncate(name, known)
-    told, callback.append = callback.append, True
+    before, callback.append = callback.append, True
     try:
         yield
     finally:
-        callback.append = told
+        callback.append = before

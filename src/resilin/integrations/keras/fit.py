@@ -73,8 +73,8 @@ def evaluation(held: Any, batch_size: int, steps: int | None) -> dict[str, Any] 
     if held is None:
         return None
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(held)
-    told = {"x": x, "y": y, "sample_weight": sample_weight, "steps": steps, "verbose": 0}
-    return {**told, "batch_size": batch_size} if is_array(x) else told
+    arguments = {"x": x, "y": y, "sample_weight": sample_weight, "steps": steps, "verbose": 0}
+    return {**arguments, "batch_size": batch_size} if is_array(x) else arguments
 
 
 def run(

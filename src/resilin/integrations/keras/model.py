@@ -29,7 +29,7 @@ class Model:
 
     `fit` is resilin's; all other attributes are those of the Keras model: `evaluate`, `predict`,
     `save`, `summary`, `optimizer` and so on. Under torchrun or `resilin run` it joins the other
-    processes by itself.
+    processes automatically.
 
     Args:
         model: The Keras model; build and compile it before `fit`.
@@ -93,8 +93,8 @@ class Model:
             init_process_group()
         else:
             self._compiled = compiled.Compiled(model, self.batch_size, max_local_bsz, rule)
-            told = {"stats_every": stats_every, "schedule_by": schedule_by, **ddp_kwargs}
-            self._compiled.check({**self._loading, **told})
+            others = {"stats_every": stats_every, "schedule_by": schedule_by, **ddp_kwargs}
+            self._compiled.check({**self._loading, **others})
 
     def __getattr__(self, name: str) -> Any:
         """Read an attribute of the Keras model."""
@@ -117,7 +117,7 @@ class Model:
 
     @property
     def plan(self) -> PresentPlan:
-        """How the next step is split over the processes that are present."""
+        """The split of the next step over the present processes."""
         limit = None if self._max_local_bsz == "auto" else self._max_local_bsz
         return plan(self.current_batch_size, limit)
 
@@ -211,10 +211,10 @@ class Model:
         Raises:
             ValueError: A setting is not supported.
         """
-        told = {name: value for name, value in locals().items() if name != "self"}
-        check_fit(self.batch_size, told)
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        check_fit(self.batch_size, arguments)
         if self._compiled is not None:
-            return self._compiled.fit(told)
+            return self._compiled.fit(arguments)
         check_model(self.model, weighted=self._loading["batch_weight"] is not None)
         check_step(self.model)
         keras_names.check(self.model)
@@ -306,7 +306,7 @@ class Model:
         )
 
     def release(self) -> None:
-        """Restore the Keras model; it can be trained by itself, or compiled anew."""
+        """Restore the Keras model; it can be trained without resilin, or compiled again."""
         if self._steps is not None:
             self._steps.release()
             self._steps = None

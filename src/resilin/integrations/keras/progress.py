@@ -3,7 +3,7 @@
 A script that is started again calls `fit` as often as before. Calls that were over in the state
 that the job resumes from are skipped, with all their side effects; the one that was under way
 resumes; later ones run as usual. The code between two calls runs again, before the state is loaded:
-it may freeze, compile anew, or set a learning rate.
+it may freeze, compile again, or set a learning rate.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ class Progress:
         mine = {n: self._take(n) for n in self._writers} if engine.membership.replica == 0 else None
         peers = engine.collectives()
         tree, tensors = split("callbacks", mine)
-        told = peers.broadcast_state(State(tree, all_whole(tensors)), source=0)
-        self._written = join(told.tree, told.tensors)
+        received = peers.broadcast_state(State(tree, all_whole(tensors)), source=0)
+        self._written = join(received.tree, received.tensors)
 
     def _mine(self) -> list[tuple[str, Any]]:
         first = self.home.engine.membership.replica == 0
@@ -199,8 +199,8 @@ class Progress:
         return taken if length is None else {**taken, POSITION: length}
 
     def _remembered(self) -> dict[str, Any]:
-        told = self._written if self.home.engine.membership.num_replicas > 1 else {}
-        return {name: told[name] if name in told else self._take(name) for name in self._named}
+        shared = self._written if self.home.engine.membership.num_replicas > 1 else {}
+        return {name: shared[name] if name in shared else self._take(name) for name in self._named}
 
     # State ---------------------------------------------------------------------------------
 

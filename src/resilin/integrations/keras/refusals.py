@@ -35,7 +35,7 @@ def check_model(model: Any, *, weighted: bool) -> None:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             f"dtype policy ({model.dtype_policy.name!r}) needs a LossScaleOptimizer, which skips "
-            "steps by itself: use 'mixed_bfloat16'"
+            "steps on its own: use 'mixed_bfloat16'"
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"optimizer ({optimizer!r}) must be an optimizer of Keras")
@@ -87,10 +87,10 @@ def check_fit(batch_size: int, arguments: Mapping[str, Any]) -> None:
     Raises:
         ValueError: As in `check_model`.
     """
-    told = arguments["batch_size"]
-    if told not in (None, batch_size):
+    given = arguments["batch_size"]
+    if given not in (None, batch_size):
         raise ValueError(
-            f"batch_size ({told}) of fit() must be that of the Model ({batch_size}), or left out: "
+            f"batch_size ({given}) of fit() must be that of the Model ({batch_size}), or left out: "
             "set_batch_size() changes the batch"
         )
     if (steps := arguments["steps_per_epoch"]) is not None:

@@ -34,9 +34,9 @@ _LOGGED = f"{replica_parts.SUMS}{SUMS}"
 class Elastic(Callback):
     """Logs the metrics of each step, and adds the state of the job to the checkpoints.
 
-    `ElasticStrategy` adds one by itself; make one only to change its settings. Each step logs what
-    `resilin.training.bridge.readout.read_out` returns: gain, scale, global batch size, progress,
-    the noise scale once it was measured, and more.
+    `ElasticStrategy` adds one automatically; make one only to change its settings. Each step logs
+    the metrics of `resilin.training.bridge.readout.read_out`: gain, scale, global batch size,
+    progress, the noise scale once it was measured, and more.
 
     Args:
         log: Whether to log.
@@ -105,7 +105,7 @@ class Elastic(Callback):
         self._end_steps(_strategy(trainer), EPOCH_END)
 
     def _end_steps(self, strategy: InSteps, phase: str) -> None:
-        """Tell the loader that the epoch is over, if it is, and keep a state."""
+        """End the epoch of the loader, if its steps are done, and keep a state."""
         if strategy.steps is not None and strategy.steps.loader.ends_epoch:
             assert strategy.fit is not None
             strategy.fit.phase = phase

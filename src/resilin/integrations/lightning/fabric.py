@@ -145,7 +145,7 @@ class _NoControl:
         """Reject it: the loader decides which micro-batch synchronises."""
         raise ValueError(
             f"fabric.no_backward_sync(enabled={enabled}) is not supported: the loader "
-            "accumulates by itself (max_local_bsz=), and only the last micro-batch of a step "
+            "accumulates (max_local_bsz=), and only the last micro-batch of a step "
             "synchronises"
         )
 

@@ -180,7 +180,7 @@ def _restored(value: Any, weights: Mapping[str, Tensor]) -> Any:
     return value
 
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def _saveable(values: dict[str, Any], what: str) -> dict[str, Any]:
@@ -193,8 +193,8 @@ def _is_saveable(name: Any, value: Any, what: str) -> bool:
         split(str(name), value)
     except ValueError as error:
         text = f"{what} {name!r} does not survive the loss of a worker: {error}"
-        if text not in _told:
-            _told.add(text)
+        if text not in _warned:
+            _warned.add(text)
             warnings.warn(text, stacklevel=2)
         return False
     return True

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from resilin.compat.lightning_names import results_of, validation_interval
+from resilin.training.bridge.home import Home
 
 _OWN = {
     "ddp_comm_hook": "the reduction of the gradient weighs it",
@@ -16,7 +17,7 @@ _OWN = {
     "model_averaging_period": "replicas are the same after each step",
 }
 _TRAINER = {
-    "accumulate_grad_batches": (1, "the loader accumulates by itself: use max_local_bsz="),
+    "accumulate_grad_batches": (1, "the loader accumulates: use max_local_bsz="),
     "overfit_batches": (0.0, "it needs a sampler of its own: train on a subset of the data"),
     "limit_train_batches": (1.0, "an epoch is the loader's: use max_steps="),
     "reload_dataloaders_every_n_epochs": (0, "the loader continues its order from epoch to epoch"),
@@ -76,15 +77,26 @@ def check_accumulation(trainer: Trainer) -> None:
 
 
 def check_synced_logs(trainer: Trainer) -> None:
-    """Reject synced logging in `training_step`: replicas may run different numbers of parts."""
+    """Reject synced logging in `training_step`, in a step that has several micro-batches.
+
+    It communicates in each of them, and replicas may run different numbers of micro-batches.
+
+    Raises:
+        ValueError: Names the logged value, the size of the step, the rule, and the alternatives.
+    """
     results = results_of(trainer)
     if trainer.world_size == 1 or results is None:
         return
     for metric in results.values():
         meta = metric.meta
         if meta.fx == "training_step" and meta.on_step and meta.sync.should:
+            micro_batch = Home().micro_batch
+            assert micro_batch is not None
             raise ValueError(
-                f"self.log({meta.name!r}, on_step=True, sync_dist=True) in training_step() is not "
-                "supported where a step has several micro-batches: replicas may run different "
-                "numbers of them; pass on_step=False, on_epoch=True"
+                f"self.log({meta.name!r}, on_step=True, sync_dist=True) was called in "
+                f"training_step(), in a step of {micro_batch.samples} samples on "
+                f"{trainer.world_size} replicas that has several micro-batches per replica. It "
+                "communicates in each micro-batch, so every replica would have to run the same "
+                "number of them, and replicas may run different numbers. Pass on_step=False, "
+                "on_epoch=True, or raise max_local_bsz of the loader to one micro-batch per step"
             )
