@@ -51,7 +51,7 @@ ALONE = 30.0
 moment."""
 
 
-class SpeakingAgent(WrappedAgent):
+class ReportingAgent(WrappedAgent):
     """The agent of one machine, which reports on standard error.
 
     Args:

@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from resilin.cli import preflight, warm
-from resilin.cli.agent import SpeakingAgent
+from resilin.cli.agent import ReportingAgent
 from resilin.cli.errors import say, told
 from resilin.cli.hang import Watchdog
 from resilin.cli.memory import MemoryDirectory
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
         os.environ[environment.PULSE_DIR] = _pulse_directory(memory)
         use_agent(
             partial(
-                SpeakingAgent,
+                ReportingAgent,
                 watchdog=Watchdog(Path(os.environ[environment.PULSE_DIR]), timeout),
                 bound_fruitless=bound,
                 farewell=FAREWELL if is_here(args.rdzv_endpoint) else 0,

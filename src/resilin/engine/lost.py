@@ -32,7 +32,7 @@ def lost_connection(error: BaseException) -> str | None:
     return None if found is None else found.group(1)
 
 
-def tell_briefly(replica: int) -> None:
+def shorten_traceback(replica: int) -> None:
     """Make this process end with one line, not a traceback, when it loses a peer.
 
     Only if the launcher has set a log level other than DEBUG: `RESILIN_LOG=DEBUG` keeps
@@ -46,10 +46,10 @@ def tell_briefly(replica: int) -> None:
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        said = lost_connection(error)
-        if said is None:
+        message = lost_connection(error)
+        if message is None:
             usual(kind, error, traceback)
         else:
-            logger.warning("replica %d lost its connection to a peer (%s)", replica, said)
+            logger.warning("replica %d lost its connection to a peer (%s)", replica, message)
 
     sys.excepthook = hook

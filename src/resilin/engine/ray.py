@@ -39,7 +39,7 @@ class RayTrain(Engine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stop = _Asked()
+        self.stop = _NoSignals()
         self._replica, self._num_replicas, self._run = this_worker()
         size = dist.get_world_size() if dist.is_initialized() else 0
         if size != self._num_replicas and (size or self._num_replicas > 1):
@@ -155,7 +155,7 @@ class RayTrain(Engine):
         )
 
 
-class _Asked(StopRequest):
+class _NoSignals(StopRequest):
     """A stop request without signals: they belong to Ray and reach the main thread."""
 
     def listen(self) -> None:

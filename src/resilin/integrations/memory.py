@@ -74,7 +74,7 @@ class Memory:
         self.thing = thing
         self._without = without
         self._depth = depth
-        self._asked = _speaks(thing)
+        self._asked = _has_state_dict(thing)
         self._before: dict[str, Any] = {}
         self._held: dict[str, _Held | Memory] = {}
         self._changed: set[str] = set()
@@ -221,7 +221,9 @@ class _Held:
         variables = [thing] if _is_variable(thing) else getattr(thing, "variables", None)
         if isinstance(variables, list) and all(map(_is_variable, variables)):
             return cls._variables(thing, variables, without)
-        return cls(thing, thing.state_dict, thing.load_state_dict) if _speaks(thing) else None
+        return (
+            cls(thing, thing.state_dict, thing.load_state_dict) if _has_state_dict(thing) else None
+        )
 
     @classmethod
     def _variables(cls, thing: Any, variables: list[Any], without: Collection[int]) -> _Held:
@@ -250,7 +252,7 @@ def _is_variable(thing: Any) -> bool:
     )
 
 
-def _speaks(thing: Any) -> bool:
+def _has_state_dict(thing: Any) -> bool:
     return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
 

@@ -96,7 +96,7 @@ def start(job: Job) -> Recovery:
     if job.recovery is None:
         environment.log_to_stderr()
         if job.engine.restartable:
-            lost.tell_briefly(job.engine.membership.replica)
+            lost.shorten_traceback(job.engine.membership.replica)
         job.random = RandomStates(job.timeline, job.engine)
         job.registry.add_own(NAME, job.random)
         job.recovery = _recovery(job)

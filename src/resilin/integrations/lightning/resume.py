@@ -193,7 +193,7 @@ class Fit:
         if _fits(self._weights, module):
             module.load_state_dict(self._weights)
 
-    def give_way(self) -> None:
+    def drop_state(self) -> None:
         """Drop the state of the job: a checkpoint of Lightning is newer and is resumed."""
         self._left = self._weights = None
 

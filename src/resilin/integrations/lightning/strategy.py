@@ -127,7 +127,7 @@ class ElasticStrategy(InSteps, DDPStrategy):
             return checkpoint
         if checkpoint.get("global_step", 0) <= Home().clock.steps:
             return self.fit.checkpoint()
-        self.fit.give_way()
+        self.fit.drop_state()
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
