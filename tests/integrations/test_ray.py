@@ -207,8 +207,14 @@ def test_the_workers_are_those_that_ray_has_started(as_worker):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("when", ["between steps", "within a step"])
-def test_a_step_that_lost_its_process_group_is_not_kept(as_worker, monkeypatch, tmp_path, when):
+@pytest.mark.parametrize(
+    ("when", "lost_at", "last_kept"),
+    [("after a step", 3, 2), ("within a step", 3, 3), ("after a step", 11, 10)],
+    ids=["between steps", "within a step", "after the last step"],
+)
+def test_a_step_that_lost_its_process_group_is_not_kept(
+    as_worker, monkeypatch, tmp_path, when, lost_at, last_kept
+):
     """Ray destroys the group from another thread during the training."""
     monkeypatch.setenv("RESILIN_MEMORY_DIR", str(tmp_path / "memory"))
     as_worker(dist.get_rank(), 2)
@@ -221,18 +227,17 @@ def test_a_step_that_lost_its_process_group_is_not_kept(as_worker, monkeypatch, 
     def train():
         for _ in resilin.remaining_epochs_until(1):
             for x, y, _ in loader:
-                if job.clock.steps == 3 and when == "within a step":
+                if job.clock.steps == lost_at and when == "within a step":
                     dist.destroy_process_group()
                 model(x, y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if job.clock.steps == 3 and when == "between steps":
+                if job.clock.steps == lost_at and when == "after a step":
                     dist.destroy_process_group()
 
     with pytest.raises(RuntimeError, match="destroyed the process group of its 2 workers"):
         train()
-    kept = MemoryCopies(tmp_path / "memory").versions()[0].step
-    assert kept == (3 if when == "within a step" else 2)
+    assert MemoryCopies(tmp_path / "memory").versions()[0].step == last_kept
 
 
 def test_workers_without_a_process_group_are_refused(as_worker):
