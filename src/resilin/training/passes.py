@@ -183,6 +183,9 @@ class Passes:
         goal = self._goal(current)
         if goal is not None:
             return self._batches.reaches(self._job.clock.progress, goal)
+        if position >= current.data_end:
+            # No step follows: a batch size that is a function of the clock must not be asked.
+            return True
         return self._batches.are_over(position, current.data_end, self._sizes.now())
 
     def _goal(self, current: Iteration) -> int | None:

@@ -77,3 +77,10 @@ def test_a_loop_that_sets_it_in_every_epoch_is_taken_at_its_word(tmp_path):
 def test_a_loader_made_in_the_epoch_begins_as_it_was_made(tmp_path):
     assert train(tmp_path, once(12), 2, within=True)[-1] == (1, 12)
     assert train(tmp_path, once(12), 3, within=True) == [(2, 4)] * 6
+
+
+def test_a_function_of_the_clock_is_not_asked_for_a_step_after_the_last_one(tmp_path):
+    def by_step(loader, epoch):
+        loader.set_batch_size(lambda clock: [4, 12, 8][clock.steps])
+
+    assert train(tmp_path, by_step, 1) == [(0, 4), (0, 12), (0, 8)]
