@@ -68,7 +68,7 @@ class Replica:
         with self.current():
             if state is not None:
                 self.job.registry.restore(state, first_replica=False)
-            self._turns = world.script(self)
+            self._turns: Any = world.script(self)
 
     @contextmanager
     def current(self) -> Iterator[Job]:
@@ -78,14 +78,21 @@ class Replica:
         finally:
             job_module._current = before
 
+    def set_batch_size(self, batch_size: int) -> None:
+        """Sets the batch size where the script has come to."""
+        with self.current():
+            self.loader.set_batch_size(batch_size)
+
     def turn(self) -> Any:
         """Runs up to the next yield; None at the end of the script."""
         with self.current():
             return next(self._turns, None)
 
     def end(self) -> None:
+        """Leaves the script, and its loader: a world is a cycle, and workers are to end now."""
         with self.current():
             self._turns.close()
+        self._turns, self.loader = iter(()), None
 
 
 class Event(NamedTuple):
@@ -96,7 +103,7 @@ class Event(NamedTuple):
     joining: int = 0
     """How many join before it."""
     batch_size: int | None = None
-    """The batch size from now on."""
+    """The batch size from now on: set in the loop body of the step before, or before the loop."""
     lost: Collection[int] = ()
     """Replicas that die in the middle of it; at least one survives."""
 
@@ -107,6 +114,7 @@ class World:
     def __init__(self, script: Callable[[Replica], Iterator[Any]], size: int) -> None:
         self.script = script
         self._numbers = 0
+        self._initial_size: int | None = None
         names = [self._name() for _ in range(size)]
         self.roster = Roster(members=tuple(Member(name=name) for name in names))
         self.replicas = [Replica(self, name) for name in names]
@@ -122,14 +130,24 @@ class World:
     def run(self, events: Iterator[Event]) -> None:
         """Runs all replicas to the end of their scripts."""
         for event in events:
+            if event.batch_size is not None:
+                self._choose(event.batch_size)
             self._change(event.leaving, event.joining)
-            for replica in self.replicas:
-                if event.batch_size is not None and replica.loader is not None:
-                    with replica.current():
-                        replica.loader.set_batch_size(event.batch_size)
             if not self._step(event.lost):
                 return
         raise AssertionError("the script did not end")
+
+    def _choose(self, batch_size: int) -> None:
+        """All scripts set the batch size.
+
+        Members change when the next step begins, which is after the loop body has set it: a joiner
+        has it from the state. What a script sets before its loop is no part of the state, and a
+        joiner, which runs the same script, sets it again.
+        """
+        if not any(replica.engine.begun for replica in self.replicas):
+            self._initial_size = batch_size
+        for replica in self.replicas:
+            replica.set_batch_size(batch_size)
 
     def _change(self, leaving: Collection[int], joining: int = 0) -> None:
         if not leaving and not joining:
@@ -144,7 +162,10 @@ class World:
             with self.replicas[0].current() as job:
                 version = Version(self.roster.generation, job.clock.steps, job.epoch)
                 state = job.registry.take(version)
-            self.replicas.append(Replica(self, member.name, state))
+            replica = Replica(self, member.name, state)
+            if self._initial_size is not None:
+                replica.set_batch_size(self._initial_size)
+            self.replicas.append(replica)
 
     def _step(self, lost: Collection[int]) -> bool:
         parts = [replica.turn() for replica in self.replicas]

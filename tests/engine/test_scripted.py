@@ -3,8 +3,10 @@
 The engine is scripted, the rest is real; see `scripted`.
 """
 
+import gc
 import itertools
 import logging
+import os
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from resilin.training.data.cursor import Cursor
 from tests.engine.scripted import Event, Numbers, World, times_due, times_used, training
 
 STEADY = Event()
+EXAMPLES = max(1, 6 * int(os.environ.get("EXAMPLES", 100)) // 10)
+"""Fewer than the tests of the core have: each example trains a job."""
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +29,15 @@ def quiet():
     logging.getLogger("resilin").setLevel(logging.ERROR)
     yield
     logging.getLogger("resilin").setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects():
+    """Lets each model look for its schedulers only among the objects that these tests make."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def run(size, events, *, num_samples=41, batch_size=6, epochs=2, **options):
@@ -62,12 +75,36 @@ def histories(draw):
     return size, events
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(histories(), st.integers(1, 50), st.integers(4, 12), st.none() | st.integers(1, 5))
 def test_each_sample_is_used_once_whatever_happens(history, num_samples, batch_size, limit):
     size, events = history
     sizes = {"num_samples": num_samples, "batch_size": batch_size, "max_local_bsz": limit}
     run(size, events, **sizes)
+
+
+# What went wrong in each where a joiner had another batch size than the others.
+SET_BEFORE_THE_LOOP = {
+    "some samples are missing": (1, [Event((), 0, 14), Event((), 1), Event({1})], 35, 8),
+    "cursors differ": (1, [Event((), 0, 11), Event((), 1)], 10, 10),
+    "others leave later": (2, [Event((), 2, 14), STEADY, Event({0}, 1), Event({1, 2})], 35, 8),
+}
+SET_IN_THE_LOOP = {
+    "one ends later": (1, [STEADY, Event((), 0, 5), Event((), 1, 10)], 20, 10),
+    "after a loss": (
+        2,
+        [Event((), 0, 4, {0}), STEADY, Event((), 1, 12), Event({0}, 0, 9), Event((), 1, 18)],
+        32,
+        7,
+    ),
+}
+CASES = {**SET_BEFORE_THE_LOOP, **SET_IN_THE_LOOP}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_joiner_has_the_batch_size_of_the_others(case):
+    size, events, num_samples, batch_size = case
+    run(size, events, num_samples=num_samples, batch_size=batch_size)
 
 
 GROW = [STEADY, Event(joining=1), STEADY, Event(joining=2)]
