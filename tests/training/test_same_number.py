@@ -128,6 +128,107 @@ def test_replicas_whose_memory_differs_split_steps_alike():
     assert calls[0] > 1
 
 
+OF_TWO_AND_FOUR = pytest.mark.parametrize(
+    "world", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (2, 4)]
+)
+
+
+@OF_TWO_AND_FOUR
+@pytest.mark.parametrize("max_local_bsz", [None, 1, 5])
+def test_the_remainder_of_an_epoch_is_smaller_than_the_number_of_replicas(world, max_local_bsz):
+    # 61 samples: 60 in steps of 12, 20 and 16, and a last one of a single sample.
+    calls, fillers = train((12, 20, 12, 16), max_local_bsz=max_local_bsz)
+    assert len(calls) == 5
+    assert calls[-1] == 1
+    assert fillers == world - 1
+
+
+class TotalOverReplicas(torch.autograd.Function):
+    """A sum over replicas whose backward pass is one, too, as in SyncBatchNorm."""
+
+    @staticmethod
+    def forward(ctx, mine):
+        total = mine.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = grad.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class Centred(nn.Module):
+    """Subtracts the mean over the batch: that of all replicas, unless it is alone."""
+
+    def __init__(self, alone):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+        self.alone = alone
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if self.training:
+            facts = torch.cat([hidden.sum(0), hidden.new_tensor([len(x)])])
+            facts = facts if self.alone else TotalOverReplicas.apply(facts)
+            hidden = hidden - facts[:-1] / facts[-1]
+        return self.second(torch.tanh(hidden))
+
+
+def pass_over(model, optimizer, batches):
+    model.train()
+    for x, y in batches:
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluated(model, batches):
+    """The sum of the losses of the samples that this replica has, and their number."""
+    model.eval()
+    loss, num = 0.0, 0
+    with torch.no_grad():
+        for x, y in batches:
+            loss += F.mse_loss(model(x), y, reduction="sum").item()
+            num += len(x)
+    return loss, num
+
+
+@pytest.mark.parametrize(
+    "world", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (2, 3, 4)]
+)
+@pytest.mark.parametrize("held_out", [1, 7, 30])
+def test_statistics_over_replicas_are_those_of_one_process_where_shares_are_equal(world, held_out):
+    x, y = (part[:60] for part in make_data())
+    sizes = {0: 12, 1: 24}
+    # An evaluation has no fillers: replicas have unequally many batches, or none at all.
+    tested = TensorDataset(x[:held_out], y[:held_out])
+
+    expected = Centred(alone=True)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    found = []
+    for size in sizes.values():
+        pass_over(expected, optimizer, zip(x.split(size), y.split(size), strict=True))
+        found.append(evaluated(expected, [tested[:]]))
+
+    net = Centred(alone=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = resilin.AdaptiveDataParallel(net, optimizer, rule="constant")
+    loader = resilin.AdaptiveDataLoader(TensorDataset(x, y), batch_size=12)
+    test_loader = resilin.AdaptiveDataLoader(tested, batch_size=9, max_local_bsz=2)
+    for epoch in resilin.remaining_epochs_until(2):
+        loader.set_batch_size(sizes[epoch])
+        pass_over(model, optimizer, loader)
+        losses, nums = zip(*gathered([evaluated(model, test_loader)]), strict=True)
+        assert sum(nums) == found[epoch][1] == held_out
+        assert sum(losses) == pytest.approx(found[epoch][0], rel=1e-10)
+    assert model.clock.steps == 5 + 3
+    for mine, right in zip(net.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(mine, right, rtol=1e-10, atol=1e-12)
+
+
 def test_batches_are_joined_as_they_are_split():
     batch = {"x": torch.arange(12).view(6, 2), "name": list("abcdef"), "pair": (torch.ones(6),)}
     first, second = split(batch, 2, 6)
