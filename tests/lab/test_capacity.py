@@ -134,7 +134,7 @@ def stand_ins(tmp_path):
         asked.append(list(options))
         return [sys.executable, "-c", code, str(plan["seconds"]), str(plan["code"])]
 
-    env = {**launch.surroundings(tmp_path), "CUDA_VISIBLE_DEVICES": "4,7"}
+    env = {**launch.environment_of(tmp_path), "CUDA_VISIBLE_DEVICES": "4,7"}
     machines = Machines(tmp_path, command, env, most=4)
     yield machines, plan, asked
     machines.close()

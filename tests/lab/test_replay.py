@@ -330,7 +330,7 @@ def test_a_launched_script_is_seeded_and_runs_as_by_itself(place, monkeypatch):
 def test_a_run_is_steered_by_its_environment_alone(place, monkeypatch):
     monkeypatch.setenv(environment.CHECKPOINT_DIR, "/somewhere")
     monkeypatch.setenv(environment.RULE, "linear")
-    env = launch.surroundings(place / "run", seed=3)
+    env = launch.environment_of(place / "run", seed=3)
     assert env[environment.RUN_DIR] == str(place / "run")
     assert (env[environment.SEED], env[environment.LAB]) == ("3", "1")
     assert not {environment.CHECKPOINT_DIR, environment.RULE, environment.BATCH_TRACE} & set(env)

@@ -223,7 +223,7 @@ def replay_capacity(
     if max_replicas is not None:
         trace = trace.scaled(max_replicas)
     _check_hope(trace, 0.0)
-    env = launch.surroundings(run_dir, rule=rule, seed=seed)
+    env = launch.environment_of(run_dir, rule=rule, seed=seed)
     env.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -191,7 +191,7 @@ class Grid:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         trace = None if cell.trace is None else self.traces[cell.trace]
-        env = launch.surroundings(
+        env = launch.environment_of(
             directory,
             trace=None if trace is None else write_trace(trace, directory),
             end="hold" if trace is None else trace.end,

@@ -93,7 +93,7 @@ def command(
     return [*start, os.fspath(script), *arguments]
 
 
-def surroundings(
+def environment_of(
     run_dir: Path,
     *,
     trace: Path | None = None,

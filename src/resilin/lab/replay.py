@@ -157,7 +157,7 @@ def replay_batches(
     if replicas is not None:
         # A failed replay should be examined, not restarted in the middle of its trace.
         options = ["--nproc", str(replicas), "--max-restarts", "0", "--memory-dir", "off"]
-    env = launch.surroundings(
+    env = launch.environment_of(
         run_dir, trace=write_trace(trace, run_dir), end=trace.end, rule=rule, seed=seed
     )
     line = launch.command(script, arguments, seeded=seed is not None, run_options=options)

@@ -26,8 +26,8 @@ from resilin.training.job import Job, current_job
 from resilin.training.passes import Passes
 from resilin.training.sizing.autoscale import Autoscaler
 from resilin.training.sizing.batch_size import BatchSize, BatchSizes
-from resilin.training.sizing.memory_limit import Room
-from resilin.training.sizing.surroundings import Surroundings
+from resilin.training.sizing.context import SizingContext
+from resilin.training.sizing.memory_limit import LocalLimit
 
 _OWN = {
     "sampler": "the order is that of the sample stream",
@@ -115,9 +115,9 @@ class AdaptiveDataLoader:
             fingerprint=fingerprint or f"{type(dataset).__qualname__}[{len(dataset)}]",
         )
         self._batches = Batches(stream=stream, tail=tail, batch_size=self.batch_size)
-        room: Room | None = None
+        limit: LocalLimit | None = None
         if max_local_bsz == "auto":
-            room = Room(memory_budget, start=max(1, self.batch_size // 8))
+            limit = LocalLimit(memory_budget, start=max(1, self.batch_size // 8))
             max_local_bsz = None
         elif memory_budget is not None:
             raise ValueError(
@@ -129,7 +129,7 @@ class AdaptiveDataLoader:
         self.job = current_job()
         """The job that it belongs to: the one that was current when it was made."""
         reference = self._batches.reference
-        self._sizes = BatchSizes(_surroundings(self.job), reference, max_local_bsz, room)
+        self._sizes = BatchSizes(_sizing_context(self.job), reference, max_local_bsz, limit)
         self._passes = Passes(
             self.job, self._batches, self._sizes, batch_weight, dataset, dataloader_kwargs
         )
@@ -327,7 +327,7 @@ class AdaptiveDataLoader:
         )
 
 
-def _surroundings(job: Job) -> Surroundings:
+def _sizing_context(job: Job) -> SizingContext:
     """Parts of its job that the batch sizes of a loader need."""
 
     def tokens_per_step() -> float | None:
@@ -339,7 +339,7 @@ def _surroundings(job: Job) -> Surroundings:
     def sync_seconds() -> float | None:
         return None if job.trained is None else job.trained.gradient.sync.seconds()
 
-    return Surroundings(
+    return SizingContext(
         engine=job.engine,
         timeline=job.timeline,
         events=job.events,

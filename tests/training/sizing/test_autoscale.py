@@ -13,7 +13,7 @@ import resilin
 from resilin.core.events import DecisionEvent, FaultEvent
 from resilin.core.plan import BatchBounds, PlanError
 from resilin.training.gradient.timing import SyncTimer
-from resilin.training.sizing.memory_limit import Room
+from resilin.training.sizing.memory_limit import LocalLimit
 from tests.replicas import replica
 
 REFERENCE, MOST = 16, 256
@@ -223,19 +223,19 @@ def test_auto_needs_something_to_go_by():
 
 
 def test_room_follows_a_straight_line():
-    room = Room(1000, start=4)
-    assert room.limit == 4
-    room.measured(4, 300)
-    assert room.limit == 8
-    room.measured(8, 400)
+    limit = LocalLimit(1000, start=4)
+    assert limit.limit == 4
+    limit.measured(4, 300)
+    assert limit.limit == 8
+    limit.measured(8, 400)
     # 200 bytes stay, 25 a sample.
-    assert room.limit == 16
-    room.measured(16, 600)
-    assert room.limit == 32
-    room.measured(32, 1000)
-    assert room.limit == 32
-    assert room.failed(32) == 16
-    assert room.failed(1) == 1
+    assert limit.limit == 16
+    limit.measured(16, 600)
+    assert limit.limit == 32
+    limit.measured(32, 1000)
+    assert limit.limit == 32
+    assert limit.failed(32) == 16
+    assert limit.failed(1) == 1
 
 
 class Allocator(torch.nn.Module):

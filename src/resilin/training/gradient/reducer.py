@@ -13,7 +13,7 @@ In one step, the calls of a replica are, in this order:
 
 A micro-batch may have no forward pass, or several. Where the loop leaves one out,
 `end_micro_batch` or `finish` come with `trained=False`: the collectives of the others have to be
-matched all the same. A reducer calls `step.send(share, group)` exactly once in each step that ends
+matched even then. A reducer calls `step.send(share, group)` exactly once in each step that ends
 in `finish`, at the moment that suits its own collectives, and at the latest there.
 """
 

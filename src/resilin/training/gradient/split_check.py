@@ -1,4 +1,4 @@
-"""Does the gradient of a loss depend on how its batch is split?
+"""A check whether the gradient of a loss depends on the split of its batch.
 
 A step that is accumulated, or shared by replicas, is exact for losses that are means over samples.
 Losses that couple samples (contrastive ones, class weights, Dice, BatchNorm) are another loss for

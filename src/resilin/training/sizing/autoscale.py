@@ -19,8 +19,8 @@ from resilin.core.autoscale import AutoscaleState, Votes
 from resilin.core.plan import BatchBounds, BatchPlan
 from resilin.core.profile import StepProfile
 from resilin.core.tuner import Decision, Tuner
+from resilin.training.sizing.context import SizingContext
 from resilin.training.sizing.memory_limit import SharedLimit
-from resilin.training.sizing.surroundings import Surroundings
 
 logger = logging.getLogger("resilin")
 
@@ -29,16 +29,16 @@ class Autoscaler:
     """The tuner of one loader, and what it has learned.
 
     Args:
-        around: What it reads of the job.
+        context: What it reads of the job.
         reference: The reference batch.
         bounds: What the user allows.
         memory: The largest micro-batch that fits.
     """
 
     def __init__(
-        self, around: Surroundings, reference: int, bounds: BatchBounds, memory: SharedLimit
+        self, context: SizingContext, reference: int, bounds: BatchBounds, memory: SharedLimit
     ) -> None:
-        self._around = around
+        self._context = context
         self._tuner = Tuner(reference=reference, bounds=bounds)
         self._memory = memory
         self._state = AutoscaleState(batch_size=reference)
@@ -76,7 +76,7 @@ class Autoscaler:
     @property
     def batch_size(self) -> int:
         """The global batch size now, within what the bounds allow for the present replicas."""
-        replicas = self._around.engine.membership.num_replicas
+        replicas = self._context.engine.membership.num_replicas
         return self._tuner.bounds.nearest(self._state.batch_size, replicas)
 
     # Times ---------------------------------------------------------------------------------
@@ -99,13 +99,13 @@ class Autoscaler:
         return self._state.votes(
             self._proposed,
             None if self._ran is None else self._ran[1],
-            None if self._ran is None else self._around.sync_seconds(),
-            leads=self._around.engine.membership.replica == 0,
+            None if self._ran is None else self._context.sync_seconds(),
+            leads=self._context.engine.membership.replica == 0,
         )
 
     def counted(self, votes: tuple[float, ...]) -> None:
         """Takes up a choice of replica 0, and the times that all replicas have measured."""
-        sums, engine = Votes(*votes), self._around.engine
+        sums, engine = Votes(*votes), self._context.engine
         if sums.batch_size:
             self._proposed = None
         self._state = self._state.observe(
@@ -122,8 +122,8 @@ class Autoscaler:
         before = self.batch_size
         self._state, decision = self._state.decide(
             replace(self._tuner, bounds=self.bounds),
-            noise=self._around.noise(),
-            hosts=self._around.engine.membership.num_hosts,
+            noise=self._context.noise(),
+            hosts=self._context.engine.membership.num_hosts,
             batch_size=before,
         )
         self.decision = decision
@@ -135,7 +135,7 @@ class Autoscaler:
             decision.batch_size,
             decision.reason,
         )
-        told = self._around.events
+        told = self._context.events
         told.emit(
             events.DecisionEvent(
                 **told.stamp(),

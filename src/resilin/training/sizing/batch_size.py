@@ -13,8 +13,8 @@ from resilin.core.trace import BatchTrace
 from resilin.engine import overrides
 from resilin.training.ballot import Voter
 from resilin.training.sizing.autoscale import Autoscaler
-from resilin.training.sizing.memory_limit import Room, SharedLimit
-from resilin.training.sizing.surroundings import KeptSizes, Surroundings
+from resilin.training.sizing.context import KeptSizes, SizingContext
+from resilin.training.sizing.memory_limit import LocalLimit, SharedLimit
 
 logger = logging.getLogger("resilin")
 
@@ -32,21 +32,21 @@ class BatchSizes:
     """The batch sizes of one loader: set by the user, or chosen by an autoscaler.
 
     Args:
-        around: What it reads of the job.
+        context: What it reads of the job.
         reference: The reference run of the loader.
         max_local_bsz: Most samples in a micro-batch; None sets no limit.
-        room: What fits into the memory of this replica, if that is watched.
+        limit: What fits into the memory of this replica, if that is watched.
     """
 
     def __init__(
         self,
-        around: Surroundings,
+        context: SizingContext,
         reference: Reference,
         max_local_bsz: int | None = None,
-        room: Room | None = None,
+        limit: LocalLimit | None = None,
     ) -> None:
-        self._around = around
-        self.memory = SharedLimit(around.engine, room)
+        self._context = context
+        self.memory = SharedLimit(context.engine, limit)
         """The largest micro-batch that fits into memory, on all replicas."""
         self._reference = reference
         self._max_local_bsz = max_local_bsz
@@ -82,7 +82,7 @@ class BatchSizes:
         self.autoscaler = None
         self._bounds = bounds
         if self._replayed is None:
-            self.autoscaler = Autoscaler(self._around, batch_size, bounds, self.memory)
+            self.autoscaler = Autoscaler(self._context, batch_size, bounds, self.memory)
         self._note("autoscale_batch_size()")
 
     def _note(self, chosen: int | str) -> None:
@@ -91,7 +91,7 @@ class BatchSizes:
         A script sets its initial choice again after a restart. Its loop may not repeat a later one,
         such as in `if epoch == 5`.
         """
-        if self._around.has_started():
+        if self._context.has_started():
             self._in_loop = chosen
             if self._kept is not None:
                 self._kept.chosen = chosen
@@ -150,8 +150,8 @@ class BatchSizes:
             The autoscaler, if one chooses the batch sizes: it has state.
         """
         if self._replayed is None and (trace := overrides.batch_trace()) is not None:
-            self._around.events.replays = overrides.trace_source()
-            logger.info("the batch size follows %s, not the script", self._around.events.replays)
+            self._context.events.replays = overrides.trace_source()
+            logger.info("the batch size follows %s, not the script", self._context.events.replays)
             self._replayed = trace
             self.autoscaler = None
         self._take_over(kept, made_within=made_within)
@@ -198,14 +198,14 @@ class BatchSizes:
 
     def _with_tokens(self) -> Reference:
         # Only the model is told how many tokens a reference step has.
-        tokens = self._around.tokens_per_step()
+        tokens = self._context.tokens_per_step()
         return (
             self._reference if tokens is None else replace(self._reference, tokens_per_step=tokens)
         )
 
     def _clock(self) -> Clock:
         # Without a model nobody commits steps, and the loader counts its own.
-        return self._around.timeline.clock if self._around.has_model() else self._own_clock
+        return self._context.timeline.clock if self._context.has_model() else self._own_clock
 
     def count_step(self, *, samples: int, scale: float, sample_steps: float) -> None:
         """A step is over, and there is no model that would count it."""
@@ -221,7 +221,7 @@ class BatchSizes:
             batch_size: The global batch size; the remainder of an epoch has fewer samples.
             training: Whether the step trains: memory limits its micro-batches then.
         """
-        replicas = self._around.engine.membership.num_replicas
+        replicas = self._context.engine.membership.num_replicas
         if samples == batch_size and self._replayed is None:
             plan = self._bounds.plan(samples, replicas)
         else:

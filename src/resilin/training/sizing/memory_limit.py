@@ -23,7 +23,7 @@ SHARE = 0.9
 """Fraction of a device's memory that micro-batches may take."""
 
 
-class Room:
+class LocalLimit:
     """The largest micro-batch that this replica should run.
 
     Args:
@@ -129,16 +129,16 @@ class SharedLimit:
 
     Args:
         engine: Who is in the job.
-        room: What fits into the memory of this replica, if that is watched from the beginning.
+        local: What fits into the memory of this replica, if that is watched from the beginning.
     """
 
-    def __init__(self, engine: Engine, room: Room | None) -> None:
+    def __init__(self, engine: Engine, local: LocalLimit | None) -> None:
         self._engine = engine
-        self.room = room
+        self._local = local
         """Limit of the memory of this replica, if that is watched."""
         self.limit = self._told = self._own
         """The largest micro-batch; the same on all replicas. None if none of them has a limit."""
-        self._exchanges = self._always = room is not None
+        self._exchanges = self._always = local is not None
         self._generation: int | None = None
 
     def measured(self, size: int) -> AbstractContextManager[None]:
@@ -147,7 +147,7 @@ class SharedLimit:
         Args:
             size: Its samples; 0 for a filler batch, from which nothing is learned.
         """
-        return nullcontext() if self.room is None or not size else self.room.measure(size)
+        return nullcontext() if self._local is None or not size else self._local.measure(size)
 
     def failed(self, size: int, reference: int) -> int:
         """Takes up that a micro-batch did not fit, and watches the memory from now on.
@@ -159,13 +159,13 @@ class SharedLimit:
         Returns:
             The limit of this replica.
         """
-        if self.room is None:
-            self.room = Room(2**62, start=reference)
-        return self.room.failed(size)
+        if self._local is None:
+            self._local = LocalLimit(2**62, start=reference)
+        return self._local.failed(size)
 
     @property
     def _own(self) -> int | None:
-        return None if self.room is None else self.room.limit
+        return None if self._local is None else self._local.limit
 
     def agree(self) -> None:
         """Called by all replicas before a step of training."""

@@ -1,4 +1,4 @@
-"""Nothing lost: keeps the state of the job between steps, and restores it when the job starts.
+"""Recovery: keeps the state of the job between steps, and restores it when the job starts.
 
 Between any two steps the replicas keep a copy in memory, save a checkpoint when one is due, and
 stop together when one of them was asked to. What is due is decided in the ballot of the step, so

@@ -13,7 +13,7 @@ from resilin.training.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class SizingContext:
     """The parts of the job that sizing reads, and those that it writes events to."""
 
     engine: Engine
