@@ -25,7 +25,10 @@ BANNED = {
 }
 """Phrases that a reader stumbles over, and the ordinary words for them."""
 FILES = sorted(PACKAGE.rglob("*.py"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 def docstrings(path: Path) -> list[tuple[int, str]]:

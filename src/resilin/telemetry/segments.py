@@ -163,7 +163,7 @@ def merge(older: Segment, newer: Segment, path: Path, *, rare: int) -> None:
     newer.path.unlink(missing_ok=True)
 
 
-def sync_directory(directory: Path) -> None:
+def sync_directory(directory: str | Path) -> None:
     """Sync the directory, so that its file names survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:

@@ -18,6 +18,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]
 
+from resilin.telemetry.segments import sync_directory
 from resilin.training.state.checkpoint.commit import FileSum, is_attempt
 
 
@@ -125,7 +126,7 @@ class LocalStorage:
     def prepare(self, attempt: str) -> None:
         """Makes the directory, and its entry in the one above last."""
         os.makedirs(self.path(attempt), exist_ok=True)
-        _sync_directory(self._root)
+        sync_directory(self._root)
 
     @contextmanager
     def create(self, attempt: str, name: str) -> Iterator[Sums]:
@@ -143,7 +144,7 @@ class LocalStorage:
             with contextlib.suppress(OSError):
                 raw.close()
             raise
-        _sync_directory(self.path(attempt))
+        sync_directory(self.path(attempt))
 
     def open(self, attempt: str, name: str) -> IO[bytes]:
         """A file to read."""
@@ -159,27 +160,19 @@ class LocalStorage:
             stream.write(data)
         directory = self.path(attempt)
         os.replace(os.path.join(directory, name + ".tmp"), os.path.join(directory, name))
-        _sync_directory(directory)
+        sync_directory(directory)
 
     def remove(self, attempt: str, first: str) -> None:
         """Removes `first`, makes that last, and removes the others."""
         directory = self.path(attempt)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(directory, first))
-            _sync_directory(directory)
+            sync_directory(directory)
         with os.scandir(directory) as found:
             names = [each.name for each in found]
         for name in names:
             os.unlink(os.path.join(directory, name))
         os.rmdir(directory)
-
-
-def _sync_directory(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class ObjectStorage:
