@@ -1,4 +1,4 @@
-"""What `accuracy.py` trains: data, models, and how the reference run of each task was tuned."""
+"""Tasks of `accuracy.py`: data, models, and the tuned reference run of each."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from chaos_job import CHECKPOINT_EVERY
 from harness import finish, parse_args
 from torch.distributed import TCPStore
 
-from resilin.training.checkpoint import Checkpoints, CorruptCheckpoint
+from resilin.training.state.checkpoint import Checkpoints, CorruptCheckpoint
 
 HERE = Path(__file__).parent
 RECOVERY_LIMIT = 90.0
@@ -217,7 +217,7 @@ def damage(folder: Path, dice: random.Random) -> str | None:
 
 
 class Faults:
-    """What can befall a cluster. Each returns the time of the fault, or None if nothing has to
+    """Faults of a cluster. Each returns the time of the fault, or None if nothing has to
     start again; what it says about memory decides what may be lost."""
 
     def __init__(self, cluster: Cluster, dice: random.Random, disk: Path | None) -> None:
@@ -295,7 +295,7 @@ class Faults:
         return when
 
     def disk_full(self) -> float | None:
-        """For as long as two checkpoints take; both fail, and training goes on."""
+        """For as long as two checkpoints take; both fail, and training continues."""
         assert self.disk is not None
         filler = self.disk / "filler"
         with contextlib.suppress(OSError), filler.open("wb") as file:
@@ -311,7 +311,7 @@ class Faults:
                 break
             time.sleep(0.1)
         else:
-            raise Hung("training did not go on with a full disk")
+            raise Hung("training did not continue with a full disk")
         filler.unlink()
         return None
 
@@ -325,10 +325,10 @@ class Run:
 
     time: float
     step: int
-    """The step that it went on from."""
+    """The step that it resumed from."""
     replicas: int
     done: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """Which replicas have completed each step."""
+    """Replicas that have completed each step."""
     parts: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """The samples of each step, of all replicas."""
     epochs: dict[int, int] = field(default_factory=dict)
@@ -354,10 +354,10 @@ def runs_of(lines: list[dict[str, Any]]) -> list[Run]:
 
 
 def samples_of(runs: list[Run]) -> dict[int, Counter[int]]:
-    """How often each sample was used in each epoch, along the steps that count."""
+    """Number of times each sample was used in each epoch, along the steps that count."""
     used: dict[int, Counter[int]] = defaultdict(Counter)
     for step in range(1, max(step for run in runs for step in run.parts) + 1):
-        # A step counts in the last generation that made it: a later one began behind it.
+        # A step counts in the last generation that made it: a later one began after it.
         run = [run for run in runs if run.step < step][-1]
         used[run.epochs[step]].update(run.parts[step])
     return used

@@ -73,12 +73,12 @@ def main() -> None:
     engine = resilin.current_job().engine
     diary = Diary(args.folder / "diaries")
     # A generation that dies at once may come twice; the port of its store tells them apart.
-    run = f"{engine.generation}-{os.environ.get('MASTER_PORT')}"
-    who = {"run": run, "replica": engine.replica}
+    run = f"{engine.membership.generation}-{os.environ.get('MASTER_PORT')}"
+    who = {"run": run, "replica": engine.membership.replica}
     diary.write(
         event="start",
         **who,
-        replicas=engine.num_replicas,
+        replicas=engine.membership.num_replicas,
         pid=os.getpid(),
         agent=os.getppid(),
         step=0 if began is None else began.step,
@@ -102,7 +102,7 @@ def main() -> None:
                 scheduler.step()
                 completed = model.clock.steps
                 time.sleep(args.pause)
-    if engine.replica == 0:
+    if engine.membership.replica == 0:
         state = {"steps": model.clock.steps, "parameters": net.state_dict()}
         torch.save(state, args.folder / "final.tmp")
         (args.folder / "final.tmp").rename(args.folder / "final.pt")

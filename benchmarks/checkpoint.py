@@ -1,4 +1,4 @@
-"""What a checkpoint costs a training loop: the time for which `begin_save` holds it up.
+"""Cost of a checkpoint for a training loop: the time for which `begin_save` blocks it.
 
     python benchmarks/checkpoint.py [--quick] [--check]
 
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from harness import finish, parse_args, seconds
 
-from resilin.training.checkpoint import Checkpoints
-from resilin.training.snapshot import Snapshot, Version
+from resilin.training.state.checkpoint import Checkpoints
+from resilin.training.state.snapshot import Snapshot, Version
 
 
 def tensors(num_bytes: int) -> dict[str, torch.Tensor]:

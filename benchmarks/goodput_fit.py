@@ -6,7 +6,7 @@ Data are the step times of six models that the Pollux artifact measured in 144 p
 found through RESILIN_DATA. Each fit sees the placements with at most 2, 4 or 8 replicas and must
 predict all others, up to 64 replicas on 16 hosts. Errors are |log(predicted / measured)|.
 
-AdaptDL's fit is written anew from what was published: the same model without the ring term,
+AdaptDL's fit is reimplemented from its publication: the same model without the ring term,
 L-BFGS-B on the root mean squared log errors of micro-batch and step time, terms that were never
 seen frozen at about zero, and the weak penalties on overlap and growth of its implementation. It
 is shown twice: as published, and the better of several starts, so that it does not lose by a bad
@@ -169,7 +169,7 @@ def better_start(data: Measured, found: tuple[ThroughputModel, float]) -> Throug
 
 
 class Row(NamedTuple):
-    """What came out for one model and one number of replicas seen."""
+    """Result for one model and one number of replicas seen."""
 
     model: str
     seen: int

@@ -1,4 +1,4 @@
-"""How costs grow: with replicas, samples, parameters and steps.
+"""Growth of costs with replicas, samples, parameters and steps.
 
     python benchmarks/growth.py [--quick] [--check] > docs/figures/growth.json
     python docs/figures/growth.py
@@ -99,14 +99,16 @@ class Done:
         """Nobody is waited for."""
 
 
-def sum_of_equals(tensor: Tensor, group: Any = None, async_op: bool = False) -> Done:
-    """The sum over replicas that all have the same numbers, without any of them."""
+def reduce_equals(
+    tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Done:
+    """The sum or extreme over replicas that all have the same numbers, without any of them."""
     del group, async_op
-    return Done(tensor.mul_(dist.get_world_size()))
+    return Done(tensor.mul_(dist.get_world_size()) if op == dist.ReduceOp.SUM else tensor)
 
 
 def share_seconds(replicas: int, repeats: int) -> float:
-    """What the last replica computes to know its part of a step: the plan, and its positions."""
+    """The last replica's part of a step: the plan, and its positions."""
     total, cursors = PER_REPLICA * replicas + 1, itertools.count(step=PER_REPLICA * replicas)
     owners = Ownership(5, replicas)
 
@@ -134,7 +136,7 @@ def step_seconds(replicas: int, num_steps: int) -> tuple[float, int]:
     times, ballot, start = [], 0, time.process_time()
     for x, y in loader:
         F.cross_entropy(model(x), y).backward()
-        if (sent := model._gradient.ballot) is not None:
+        if (sent := model._trained._ballot.sent) is not None:
             ballot = sent.numel()
         optimizer.step()
         optimizer.zero_grad()
@@ -151,7 +153,7 @@ def step_seconds(replicas: int, num_steps: int) -> tuple[float, int]:
 def by_replicas(quick: bool) -> Points:
     torch.set_num_threads(1)
     reduces = dist.all_reduce
-    vars(dist)["all_reduce"] = sum_of_equals
+    vars(dist)["all_reduce"] = reduce_equals
     step_seconds(2, 50)  # warm
     points: Points = [{"replicas": replicas} for replicas in REPLICAS]
     # Rounds, of which the best counts: whatever else the machine does comes and goes.

@@ -1,4 +1,4 @@
-"""What every benchmark shares: its arguments, its one JSON line, and its verdict."""
+"""Common parts of all benchmarks: its arguments, its one JSON line, and its verdict."""
 
 from __future__ import annotations
 

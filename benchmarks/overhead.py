@@ -1,4 +1,4 @@
-"""What the elastic step costs: CPU time per optimizer step, over that of plain DDP.
+"""Cost of the elastic step: CPU time per optimizer step, over that of plain DDP.
 
     python benchmarks/overhead.py [--quick] [--check] [--peers | --telemetry]
 
@@ -33,9 +33,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import resilin
+from resilin.core.stream import Ownership, SampleStream
 from resilin.training import job as job_module
-from resilin.training.boundaries import begin_step
-from resilin.training.job import MicroBatch
+from resilin.training.data.cursor import Cursor
+from resilin.training.data.iteration import Iteration
+from resilin.training.lifecycle import begin_step
+from resilin.training.records import MicroBatch
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(
@@ -79,10 +82,24 @@ def ours(
     name: str, stats_every: Any, *, records: bool = False, events_dir: Path | None = None
 ) -> Step:
     # A job beside the others: reset_job() would take the gates of the other contenders off.
-    job = job_module._current = job_module.Job(events_dir=events_dir)
+    job = job_module._current = job_module.Job()
+    job.events.directory = events_dir
     model, optimizer = make(name)
     adaptive = resilin.AdaptiveDataParallel(
         model, optimizer, stats_every=stats_every, batch_size=LOCAL_BATCH
+    )
+
+    handed_out = Iteration(
+        loader=None,
+        name="loader",
+        cursor=Cursor("loader", SampleStream(1)),
+        training=True,
+        moves=False,
+        began=job.clock,
+        membership=job.engine.membership,
+        owners=Ownership(0, 1),
+        position=0,
+        data_end=0,
     )
 
     def step(batch: Batch) -> None:
@@ -91,7 +108,8 @@ def ours(
         job_module._current = job
         begin_step(job)
         for index, (x, y) in enumerate(batch):
-            job.micro_batch = MicroBatch(
+            micro_batch = MicroBatch(
+                number=job.iterations.next_number(),
                 index=index,
                 last=index == len(batch) - 1,
                 weight=float(len(x)),
@@ -101,6 +119,7 @@ def ours(
                 scale=total / LOCAL_BATCH,
                 sample_steps=total / LOCAL_BATCH,
             )
+            job.iterations.hand_out(handed_out, micro_batch)
             loss = F.cross_entropy(adaptive(x), y)
             loss.backward()
             optimizer.step()

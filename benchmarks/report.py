@@ -1,4 +1,4 @@
-"""What a report of a long run costs: seconds and peak memory of `resilin report`.
+"""Cost of a report of a long run: seconds and peak memory of `resilin report`.
 
     python benchmarks/report.py [--quick] [--check]
 
@@ -126,7 +126,7 @@ def write(folder: Path) -> float:
                     generation=generation,
                     replicas_before=before,
                     replicas=replicas,
-                    reason="goes on from memory",
+                    reason="resumed from memory",
                     seconds=9.0,
                 )
             )

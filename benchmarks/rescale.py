@@ -58,7 +58,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, and to how many agents with how many workers."""
+    """A fault, and the numbers of agents and workers."""
 
     name: str
     num_agents: int
@@ -71,7 +71,7 @@ HOST = Fault("host", num_agents=2, num_workers=1)
 
 @dataclass(frozen=True)
 class Recovery:
-    """One fault, and how it went on."""
+    """One fault, and its recovery."""
 
     seconds: float
     """From the fault until all replicas have completed a step."""
@@ -186,7 +186,7 @@ def steps(lines: list[Line], *, pid: int | None = None) -> list[Line]:
 
 
 def recover(job: Job, at_step: int, rank: int) -> Recovery:
-    """Starts a job, lets its fault happen behind a step, and measures how it goes on."""
+    """Start a job, cause its fault after a step, and measure the recovery."""
     replicas = job.fault.num_agents * job.fault.num_workers
 
     def running(lines: list[Line]) -> bool:

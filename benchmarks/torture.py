@@ -41,6 +41,10 @@ BATCH = 20
 QUICK_SEEDS = range(40)
 """Seeds of the quick form, after the cases that were found."""
 NUM_PROGRAMS, NUM_KILLS = 300, 300
+HOMES = ("lightning", "keras", "huggingface")
+"""Families of programs that train within another framework; Accelerate is in the last one."""
+NUM_HOME_PROGRAMS = 12
+"""Programs of each of these in the full form, compared with an undisturbed run of the same one."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -85,10 +89,12 @@ def wanted(args: argparse.Namespace, outcomes: list[Outcome]) -> Iterator[list[C
         return
     cases = found() + [generate(seed) for seed in QUICK_SEEDS]
     yield from (cases[i : i + BATCH] for i in range(0, len(cases), BATCH))
+    if args.quick:
+        return
+    for family in HOMES:
+        yield [generate_home(seed, family) for seed in range(NUM_HOME_PROGRAMS)]
     start = QUICK_SEEDS.stop
-    while not args.quick and (
-        len(outcomes) < NUM_PROGRAMS or sum(o.kills for o in outcomes) < NUM_KILLS
-    ):
+    while len(outcomes) < NUM_PROGRAMS or sum(o.kills for o in outcomes) < NUM_KILLS:
         yield [generate(seed) for seed in range(start, start + BATCH)]
         start += BATCH
 

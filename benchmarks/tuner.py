@@ -34,8 +34,9 @@ from harness import finish, parse_args
 from scipy.optimize import minimize
 
 from resilin.core import BatchBounds, Noise
+from resilin.core.events import Candidate
 from resilin.core.fit import StepTime
-from resilin.core.goodput import Candidate, best_plan, efficiency
+from resilin.core.goodput import best_plan, efficiency
 from resilin.core.profile import StepProfile
 from resilin.core.throughput import ThroughputModel
 from resilin.core.tuner import Tuner
@@ -52,7 +53,7 @@ LIMIT = 1.05
 
 
 class Truth:
-    """What the traces say of one model on one placement."""
+    """Data of the traces for one model on one placement."""
 
     def __init__(self, model: str, placement: str) -> None:
         self.hosts, self.replicas = len(placement), sum(map(int, placement))
@@ -133,12 +134,12 @@ class Truth:
 
     def oracle_seconds(self) -> float:
         """Seconds to the target with the best batch of the grid at each moment."""
-        each = [self.seconds_per_step(c.global_batch_size) for c in self.grid]
+        each = [self.seconds_per_step(c.batch_size) for c in self.grid]
         return self.target * float(np.min(each, axis=0).mean())
 
 
 class State(NamedTuple):
-    """What a rule sees when it decides."""
+    """Input of a decision rule."""
 
     profile: StepProfile
     noise: Noise
@@ -234,8 +235,10 @@ class Pollux:
             self.keys = len(seen)
             self.fit(seen)
         largest = state.profile.largest_batch(self.truth.replicas)
-        table = [c for c in self.truth.grid if c.global_batch_size <= max(2 * largest, 1)]
-        size, local, steps = np.array([c[:3] for c in table], float).T
+        table = [c for c in self.truth.grid if c.batch_size <= max(2 * largest, 1)]
+        size, local, steps = np.array(
+            [(c.batch_size, c.local_bsz, c.accumulation_steps) for c in table], float
+        ).T
         seconds = self.seconds(self.parameters, local, steps)[1]
         value = size * efficiency(state.noise, size, self.truth.reference) / seconds
         return int(size[np.argmax(value)]), False
@@ -280,7 +283,7 @@ def main() -> None:
     for model in MODELS:
         for placement in PLACEMENTS:
             truth = Truth(model, placement)
-            sizes = [c.global_batch_size for c in truth.grid]
+            sizes = [c.batch_size for c in truth.grid]
             fixed = {size: truth.fixed_seconds(size) for size in sizes}
             best = min(fixed, key=fixed.__getitem__)
             name = f"{model}/{truth.replicas}"

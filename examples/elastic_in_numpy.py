@@ -54,7 +54,7 @@ def train(x: np.ndarray, y: np.ndarray, capacity: CapacityTrace | None) -> tuple
     average = NoiseAverage(horizon=default_horizon(32, BUDGET.reference_steps))
     owners = Ownership(base=0, replicas=1)
     while BUDGET.spent(clock, REFERENCE) is None:
-        # Who is here? Positions are dealt out anew from the cursor when that changes.
+        # When the replicas change, positions are assigned again from the cursor on.
         replicas = capacity.at(clock.steps) if capacity else 1
         if replicas != owners.replicas:
             owners = Ownership(base=cursor, replicas=replicas)

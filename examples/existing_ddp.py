@@ -5,7 +5,7 @@
 
 Each process has a batch of 32, and the learning rate was tuned for one process. On two, the global
 batch is 64: the model measures what such a step is worth, and scales the learning rate by it. It
-is worth less than two steps, so the loop goes on until the progress of 8 epochs is made.
+is worth less than two steps, so the loop continues until the progress of 8 epochs is made.
 """
 
 import os

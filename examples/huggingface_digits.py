@@ -60,7 +60,7 @@ class KillOnce(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         engine = resilin.current_job().engine
-        first = engine.replica == 1 and engine.num_restarts == 0
+        first = engine.membership.replica == 1 and engine.num_restarts == 0
         if first and state.global_step == options.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -54,10 +54,10 @@ model.fit(
 )
 
 engine = resilin.current_job().engine
-if engine.replica == 0:
+if engine.membership.replica == 0:
     logs = {name: values[-1] for name, values in model.history.history.items()}
     print(
-        f"{engine.num_replicas} replicas, {resilin.current_job().clock.steps} steps, "
+        f"{engine.membership.num_replicas} replicas, {resilin.current_job().clock.steps} steps, "
         f"progress {logs['resilin/progress']:.0f}, batch {logs['resilin/batch_size']:.0f}, "
         f"accuracy {logs['val_accuracy']:.3f}"
     )

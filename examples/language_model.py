@@ -33,19 +33,19 @@ def lines():
 
 
 def pad(batch):
-    """Bytes, and for each of them the one that follows; behind the end there is no target."""
+    """Bytes, and for each of them the one that follows; after the end there is no target."""
     targets = pad_sequence(batch, batch_first=True, padding_value=PAD)[:, :LENGTH]
     return F.pad(targets[:, :-1].clamp(min=0), (1, 0)), targets
 
 
 def num_tokens(batch):
-    """What a micro-batch weighs."""
+    """Weight of a micro-batch."""
     _, targets = batch
     return (targets != PAD).sum()
 
 
 class Block(nn.Module):
-    """Attention to what came before, and a small network behind it."""
+    """Attention to earlier tokens, followed by a small network."""
 
     def __init__(self):
         super().__init__()
@@ -91,7 +91,7 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     resilin.init_process_group()
-    master = current_job().engine.replica == 0
+    master = current_job().engine.membership.replica == 0
 
     train_set, test_set = random_split(lines(), [0.9, 0.1], torch.Generator().manual_seed(0))
     loader = resilin.AdaptiveDataLoader(

@@ -3,8 +3,8 @@
     python examples/ray_digits.py
     python examples/ray_digits.py --workers 1 8 --address auto --storage /mnt/shared
 
-`train` is a plain loop with resilin's five lines. Ray starts its workers, and starts them anew when
-nodes come or go; the job goes on in the middle of the epoch, from the memory of a node that stayed,
+`train` is a plain loop with resilin's five lines. Ray starts its workers, and restarts them when
+nodes come or go; the job resumes in the middle of the epoch, from the memory of a node that stayed,
 and each optimizer step has the same samples as before. Here there is one machine and one worker,
 unless `--workers` says otherwise.
 """
@@ -48,7 +48,11 @@ def train(config):
         report({"epoch": epoch})
     accuracy = (net(inputs[test]).argmax(dim=1) == targets[test]).float().mean().item()
     job = resilin.current_job()
-    return {"replicas": job.engine.num_replicas, "steps": job.clock.steps, "accuracy": accuracy}
+    return {
+        "replicas": job.engine.membership.num_replicas,
+        "steps": job.clock.steps,
+        "accuracy": accuracy,
+    }
 
 
 if __name__ == "__main__":

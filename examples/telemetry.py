@@ -4,7 +4,7 @@
     tensorboard --logdir runs
 
 The batch size doubles half-way, so that there is something to see: scale, gain and learning rate
-follow it, and the loss goes on.
+follow it, and the loss continues.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ model = resilin.AdaptiveDataParallel(net, optimizer)
 train = TensorDataset(images[:1500], targets[:1500])
 loader = resilin.AdaptiveDataLoader(train, batch_size=32, shuffle=True)
 loader.set_batch_size(resilin.BatchTrace.parse("step,batchsize\n0,32\n94,64\n"))
-first = resilin.current_job().engine.replica == 0
+first = resilin.current_job().engine.membership.replica == 0
 if first:
     writer = SummaryWriter(logdir)
     resilin.listen(TensorBoard(writer))

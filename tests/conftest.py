@@ -92,8 +92,18 @@ def shared_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def fresh_job() -> Iterator[None]:
+    """A job of the test's own. Where most tests train one, the directory asks for it."""
+    import resilin
+
+    resilin.reset_job()
+    yield
+    resilin.reset_job()
+
+
+@pytest.fixture
 def every_step_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step goes by untold, however long the machine takes to tell of one."""
-    from resilin.training import recorder
+    from resilin.training.report import recorder
 
     monkeypatch.setattr(recorder, "ALLOWANCE", float("inf"))

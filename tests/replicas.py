@@ -13,11 +13,11 @@ from resilin.training.job import current_job
 
 
 def num_replicas() -> int:
-    return current_job().engine.num_replicas
+    return current_job().engine.membership.num_replicas
 
 
 def replica() -> int:
-    return current_job().engine.replica
+    return current_job().engine.membership.replica
 
 
 def gathered(values: Iterable[Any]) -> list[Any]:

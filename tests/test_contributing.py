@@ -26,7 +26,9 @@ _BLOCK = re.compile(r"^```(py|diff)\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOT
 SECTIONS = {
     "A new scaling rule": ["tests/core/test_rules.py"],
     "A new telemetry sink": ["tests/telemetry/test_statsd.py"],
+    "A new reducer": ["tests/training/gradient/test_flat.py"],
     "A new framework": ["tests/integrations/test_tinyfit.py"],
+    "A new engine": ["tests/engine/test_fleet.py"],
 }
 """The worked examples, and the tests that each of them brings or changes."""
 
@@ -120,7 +122,9 @@ def test_what_the_page_shows_works_as_it_stands(section, tmp_path):
     [
         ("A new scaling rule", "scale ** (1 / 3)", "scale ** (1 / 4)", "cbrt"),
         ("A new telemetry sink", '"\\n".join(lines)', '" ".join(lines)', "test_statsd.py"),
+        ("A new reducer", "self._sum.unit / divisor", "1 / divisor", "of_the_global_batch"),
         ("A new framework", "self._carried.load_state_dict(state)", "pass", "at_its_cursor"),
+        ("A new engine", "process % per_host", "process", "local_process"),
     ],
 )
 def test_a_mistake_in_the_page_is_found(section, right, wrong, complaint, tmp_path):

@@ -69,7 +69,7 @@ def test_the_demo_survives_what_it_does(tmp_path):
     assert "Terminating process" not in done.stderr
     # Which of its workers the agent names depends on whose end it sees first.
     assert "restarting the workers (restart 1 of" in done.stderr
-    assert "go on from step 39 (memory)" in done.stderr
+    assert "at step 39 from memory" in done.stderr
     # Sums too go on: each epoch has counted each of its samples once.
     assert done.stdout.count("1800 samples") == 4
     assert float(done.stdout.split()[-1]) > 0.9

@@ -5,8 +5,8 @@ processes: real ones, since threads share the very state whose divergence is the
 ``world_size(n)`` (its hooks are in ``conftest.py``) has to be as easy as a plain test, or it would
 be avoided, and fast, for it is used hundreds of times. Hence:
 
-* Ranks are forked from a *fork server* that has imported torch but never run it. A rank starts in
-  milliseconds and inherits no thread of the test session.
+* Ranks are forked from a *fork server* that has imported torch and resilin but never run them. A
+  rank starts in milliseconds and inherits no thread of the test session.
 * A rank runs ``pytest.main`` on the one node id, so fixtures, parameters and rewritten asserts are
   pytest's own; there is no second way of running a test to keep in step with the first.
 * The session hosts the rendezvous store, on a port the kernel picked: no port is guessed, and no
@@ -42,6 +42,9 @@ import pytest
 RANK_ENV = "RESILIN_TEST_RANK_SHARED_PATH"
 #: What ranks find imported. DistributedDataParallel and optimizers import _dynamo (seconds).
 PRELOAD = ["pytest", "torch", "torch.distributed", "torch._dynamo"]
+PRELOAD += ["resilin.training.parallel", "resilin.training.loader"]
+#: Plugins that ranks have no use for, and that take longer to load than many tests to run.
+WITHOUT = ("cacheprovider", "anyio", "xdist", "xdist.looponfail", "platformdirs")
 #: How long a collective waits for a peer: less than a test may take, as its error tells more.
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 #: How long the peers of a broken rank may go on, to show how that broke them.
@@ -168,7 +171,8 @@ def _arguments(item: pytest.Function) -> list[str]:
         f"--import-mode={option('importmode')}",
         f"--tb={option('tbstyle')}",
         f"--override-ini=verbosity_assertions={verbosity}",
-        *("-p", "no:cacheprovider", "--capture=no", "--verbosity=-2", "--no-summary"),
+        *(f"-pno:{plugin}" for plugin in WITHOUT),
+        *("--capture=no", "--verbosity=-2", "--no-summary"),
         *("-k", "", "-m", ""),  # the session has selected already
     ]
     arguments += [f"--config-file={config.inipath}"] if config.inipath else []

@@ -66,7 +66,7 @@ def draw(elastic: Run, fixed: Run, out: Path) -> None:
     style.legend(loss, loc="upper right", bbox_to_anchor=(1.0, 1.0))
     style.save_png(figure, out)
     last = [run.steps.loss[run.kept()][-200:] for run in (elastic, fixed)]
-    print("loss at the end:", *(f"{np.nanmean(values):.4f}" for values in last))
+    print("final loss:", *(f"{np.nanmean(values):.4f}" for values in last))
     print("generations:", len(np.unique(elastic.steps.generation)))
 
 

@@ -38,7 +38,7 @@ resilin.init_process_group()
 model = resilin.AdaptiveDataParallel(net, optimizer, scheduler)
 loader = resilin.AdaptiveDataLoader(dataset, batch_size=16, shuffle=True)
 if not args.fixed:
-    loader.set_batch_size(lambda clock: 16 * resilin.current_job().engine.num_replicas)
+    loader.set_batch_size(lambda clock: 16 * resilin.current_job().engine.membership.num_replicas)
 resilin.register("scheduler", scheduler)
 
 for _ in resilin.remaining_epochs_until(args.epochs):

@@ -65,9 +65,11 @@ def draw_placement(ax: Axes, hosts: int, replicas: int) -> None:
         noise = Noise(sqr_norm=1.0, trace=ratio * REFERENCE)
         choice = best_plan(MODEL, noise, REFERENCE, BOUNDS, hosts, replicas)
         # Micro-batches of one size only: others cost a little more, and would blur the curve.
-        even = [c for c in choice.candidates if c.global_batch_size % (replicas * c[2]) == 0]
+        even = [
+            c for c in choice.candidates if c.batch_size % (replicas * c.accumulation_steps) == 0
+        ]
         base = even[0].goodput
-        sizes = np.array([c.global_batch_size for c in even])
+        sizes = np.array([c.batch_size for c in even])
         values = np.array([c.goodput for c in even]) / base
         ax.plot(sizes, values, color=colour, linewidth=2)
         best = choice.plan.global_batch_size

@@ -60,7 +60,7 @@ for _ in resilin.remaining_epochs_until(args.epochs):
         optimizer.step()
         optimizer.zero_grad()
         resilin.record(loss=loss)
-        if began is None and engine.replica == 1 and model.clock.steps == args.kill_at:
+        if began is None and engine.membership.replica == 1 and model.clock.steps == args.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
     scheduler.step()
     model.eval()

@@ -2,7 +2,7 @@
 
 A job stretches to whatever accelerators exist right now, and batch size, learning rate, gradient
 accumulation, data order and state follow. Names are loaded on first use, so that importing
-`resilin` or `resilin.core` never loads torch by itself.
+`resilin` or `resilin.core` does not load torch.
 """
 
 from importlib import import_module
@@ -14,24 +14,22 @@ if TYPE_CHECKING:
     from resilin.core.rules import PowerRule
     from resilin.core.trace import BatchTrace, CapacityTrace
     from resilin.engine.group import init_process_group
-    from resilin.training.accumulator import Accumulator
-    from resilin.training.bar import progress_bar
-    from resilin.training.epochs import remaining_epochs_until
-    from resilin.training.hints import hints
+    from resilin.training.data.sampling import sample_generator, sample_rng
+    from resilin.training.gates.optimizer import accumulate
     from resilin.training.job import current_job, reset_job
-    from resilin.training.keeping import checkpoint_to, register, resume, stop_when
     from resilin.training.loader import AdaptiveDataLoader
-    from resilin.training.optimizer import accumulate
     from resilin.training.parallel import AdaptiveDataParallel
-    from resilin.training.planning import plan
-    from resilin.training.sampling import sample_generator, sample_rng
-    from resilin.training.split_check import check_split
-    from resilin.training.watching import events_to, listen, record
+    from resilin.training.script.accumulator import Accumulator
+    from resilin.training.script.checkpoints import checkpoint_to, register, resume, stop_when
+    from resilin.training.script.epochs import remaining_epochs_until
+    from resilin.training.script.events import events_to, listen, record
+    from resilin.training.script.plan import check_split, hints, plan
+    from resilin.training.script.progress_bar import progress_bar
 
 __version__ = "0.2.0.dev0"
 
 _HOMES = {
-    "Accumulator": "resilin.training.accumulator",
+    "Accumulator": "resilin.training.script.accumulator",
     "AdaptiveDataLoader": "resilin.training.loader",
     "AdaptiveDataParallel": "resilin.training.parallel",
     "BatchBounds": "resilin.core.plan",
@@ -40,24 +38,24 @@ _HOMES = {
     "CapacityTrace": "resilin.core.trace",
     "PowerRule": "resilin.core.rules",
     "Schedule": "resilin.core.clock",
-    "accumulate": "resilin.training.optimizer",
-    "check_split": "resilin.training.split_check",
-    "checkpoint_to": "resilin.training.keeping",
+    "accumulate": "resilin.training.gates.optimizer",
+    "check_split": "resilin.training.script.plan",
+    "checkpoint_to": "resilin.training.script.checkpoints",
     "current_job": "resilin.training.job",
-    "events_to": "resilin.training.watching",
-    "hints": "resilin.training.hints",
+    "events_to": "resilin.training.script.events",
+    "hints": "resilin.training.script.plan",
     "init_process_group": "resilin.engine.group",
-    "listen": "resilin.training.watching",
-    "plan": "resilin.training.planning",
-    "progress_bar": "resilin.training.bar",
-    "record": "resilin.training.watching",
-    "register": "resilin.training.keeping",
-    "remaining_epochs_until": "resilin.training.epochs",
+    "listen": "resilin.training.script.events",
+    "plan": "resilin.training.script.plan",
+    "progress_bar": "resilin.training.script.progress_bar",
+    "record": "resilin.training.script.events",
+    "register": "resilin.training.script.checkpoints",
+    "remaining_epochs_until": "resilin.training.script.epochs",
     "reset_job": "resilin.training.job",
-    "resume": "resilin.training.keeping",
-    "sample_generator": "resilin.training.sampling",
-    "sample_rng": "resilin.training.sampling",
-    "stop_when": "resilin.training.keeping",
+    "resume": "resilin.training.script.checkpoints",
+    "sample_generator": "resilin.training.data.sampling",
+    "sample_rng": "resilin.training.data.sampling",
+    "stop_when": "resilin.training.script.checkpoints",
 }
 
 __all__ = [

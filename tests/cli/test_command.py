@@ -82,7 +82,7 @@ def test_the_help_of_each_command_has_an_example(name):
         ("reprot", "unknown command 'reprot'; did you mean 'report'?"),
         ("plans", "did you mean 'plan'?"),
         ("train", "did you mean 'trace'?"),
-        ("xyz", "unknown command 'xyz'; there are run, demo, replay, top"),
+        ("xyz", "unknown command 'xyz'; the commands are run, demo, replay, top"),
     ],
 )
 def test_an_unknown_command_is_an_error_that_helps(capsys, typed, hint):
@@ -199,7 +199,7 @@ def test_tables():
         "long      -     -",
         "b     too few",
     ]
-    with pytest.raises(ValueError, match="3 cells below 2"):
+    with pytest.raises(ValueError, match="3 cells, but the header has 2"):
         tables.to_text(("a", "b"), [(1, 2, 3)])
     row = {"x": float("nan"), "y": (1, float("inf"))}
     assert json.loads(tables.to_json([row])) == [{"x": None, "y": [1, None]}]

@@ -66,24 +66,24 @@ def test_a_worker_that_hangs_is_named_and_the_job_goes_on(tmp_path, job):
     said = [re.sub(r"\(process \d+\)", "(process N)", line)[9:] for line in said]
     # A machine that is busy may be slow, which is then said, too: only what must be there is asked.
     assert sum(line.startswith("no progress for ") for line in said) >= 2, output
-    assert "rank 1 (process N) is stopped (SIGSTOP), after step 8" in said
-    assert "rank 0 (process N) waits for the others in step 9" in said
-    assert "rank 0 (process N) has not come to the end of its part of step 15" in said
-    assert "rank 1 (process N) waits for the others in step 15" in said
-    assert "killing rank 1, to restart the workers" in said
-    assert "killing rank 0, to restart the workers" in said
-    (left,) = [line for line in said if "left with exit code 0" in line]
+    assert "worker 1 (process N) is stopped (SIGSTOP), after step 8" in said
+    assert "worker 0 (process N) waits for the others in step 9" in said
+    assert "worker 0 (process N) has not finished its part of step 15" in said
+    assert "worker 1 (process N) waits for the others in step 15" in said
+    assert "killing worker 1 to restart all workers" in said
+    assert "killing worker 0 to restart all workers" in said
+    (left,) = [line for line in said if "exited with code 0" in line]
     assert re.fullmatch(
-        r"rank 1 .* left with exit code 0 after [\d.]+ s, while other workers were still running",
+        r"worker 1 .* exited with code 0 after [\d.]+ s, while other workers were still running",
         left,
     )
     # The stacks of both that could write them are there, with the line at fault.
     stacks = [file.read_text() for file in sorted((tmp_path / "run").glob("stacks-*.txt"))]
     assert len(stacks) >= 2
-    assert "rank 1" not in stacks[0]
+    assert "worker 1" not in stacks[0]
     line = next(n for n, text in enumerate(JOB.read_text().splitlines(), 1) if "it hangs" in text)
     assert f'troubled_job.py", line {line} in trouble' in stacks[1]
-    assert "rank 1\n" in stacks[1]
+    assert "worker 1\n" in stacks[1]
     faults = [event.kind for event in read_events(tmp_path / "run") if event.name == "fault"]
     assert faults.count("worker_hung") >= 2
     assert faults.count("worker_left") == 1
@@ -97,7 +97,7 @@ def test_a_script_that_fails_at_one_step_is_given_up_by_name(job):
     assert output.count("restarting the workers") == MOST_FRUITLESS
     gave_up = next(line for line in output.splitlines() if "gave up" in line)
     assert f"the workers failed {MOST_FRUITLESS} times in a row without making" in gave_up
-    assert "a new step after step 3; the last error: rank 0 (process " in gave_up
+    assert "a new step after step 3; the last error: worker 0 (process " in gave_up
     assert "exited with code 1: ValueError: a fault of the ?[2Jscript" in gave_up
 
 
@@ -111,8 +111,8 @@ def test_a_worker_that_hangs_on_another_agent_is_left_to_that_agent(job):
     # Rank 1 is at one of them, and only that one ends anybody.
     outputs = sorted((text for _, text in outputs), key=lambda text: "is stopped (SIGSTOP)" in text)
     assert "is stopped (SIGSTOP)" not in outputs[0]
-    assert "killing rank" not in outputs[0]
-    assert "killing rank 1" in outputs[1]
+    assert "killing worker" not in outputs[0]
+    assert "killing worker 1" in outputs[1]
 
 
 # The watch itself, over processes that show what they are told to -------------------------------
@@ -199,9 +199,9 @@ def test_the_stacks_of_a_worker_that_is_blocked_are_written(
     assert guilty == [workers[1]]
     assert found.told_apart
     said = capsys.readouterr().err
-    assert f"rank 11 (process {workers[1].pid}) has not come to the end of its part" in said
-    assert "rank 10:" in said
-    assert "rank 11:" in said
+    assert f"worker 11 (process {workers[1].pid}) has not finished its part" in said
+    assert "worker 10:" in said
+    assert "worker 11:" in said
     assert said.count('File "<string>"') >= 2
     watchdog.kill(guilty)
     time.sleep(0.2)
@@ -223,8 +223,8 @@ def test_a_worker_that_was_stopped_does_not_keep_the_others_from_reporting(
     assert guilty == workers[1:]
     said = capsys.readouterr().err
     assert said.count("is stopped (SIGSTOP), after step 46") == 2
-    assert "rank 10:" in said
-    assert "rank 11:" not in said
+    assert "worker 10:" in said
+    assert "worker 11:" not in said
 
 
 def test_a_debugger_is_not_a_hang(tmp_path, shows):
@@ -246,7 +246,7 @@ def test_it_is_said_once_that_the_one_who_hangs_is_elsewhere(tmp_path, shows, ca
     workers = [shows(0, "WAITING")]
     watchdog = watch(tmp_path, workers, num_replicas=2)
     assert looks(watchdog, 30) is None
-    assert capsys.readouterr().err.count("wait for a replica of another agent") == 1
+    assert capsys.readouterr().err.count("wait for a worker of another agent") == 1
     assert looks(watchdog, 30)[1] == workers
 
 

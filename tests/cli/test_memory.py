@@ -120,9 +120,9 @@ def test_two_jobs_of_one_id_do_not_share_it(tmp_path, first, second, same):
             if same:
                 assert MemoryDirectory(tmp_path, "job", second).release(remove=False) is False
             else:
-                places = [p.replace("localhost:0", "a place of its own") for p in (first, second)]
+                places = [p.replace("localhost:0", "a private rendezvous") for p in (first, second)]
                 message = (
-                    rf"job job is alive .*process {other.pid}.* at {places[0]}.*at {places[1]}"
+                    rf"job job is already running .*process {other.pid}.*{places[0]}.*{places[1]}"
                 )
                 with pytest.raises(ValueError, match=message):
                     MemoryDirectory(tmp_path, "job", second)

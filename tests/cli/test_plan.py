@@ -27,7 +27,7 @@ def test_the_table_of_256_over_64(capsys):
         "       8           32             1           32     0   12.5%   100.0%",
         "     300            1             1          0-1    44    0.4%    85.3%",
         "",
-        "Each row is the same step: 256 samples, one mean gradient of them.",
+        "Every row is the same step: 256 samples and their mean gradient.",
     ]
 
 
@@ -75,7 +75,7 @@ def test_the_numbers_are_those_of_the_plan_itself(batch, max_local, replicas):
     bounds = BatchBounds(local_bsz_bounds=(0, max_local))
     row = plan._row(bounds, batch, replicas)
     parts = [bounds.plan(batch, replicas).micro_batches(replica) for replica in range(replicas)]
-    sizes = [size for part in parts for size in part]
+    sizes = [size for part in parts for size in part if size]
     shares = [sum(part) for part in parts]
     assert sum(sizes) == batch == row["global_batch"]
     assert (row["smallest_micro_batch"], row["micro_batch"]) == (min(sizes), max(sizes))

@@ -124,13 +124,13 @@ if restarts == "0":
     )
     dead = worker.name.rpartition("-")[2]
     said = [line.removeprefix("resilin: ") for line in lines]
-    assert said[0] == "events go to run; watch it: resilin top run"
-    assert said[1].endswith("starts 2 workers in job job7")
-    assert said[2] == "2 replicas on 1 agent, rank 0-1 here"
-    assert said[3].startswith(f"rank 1 (process {dead}) was killed by SIGKILL after ")
+    assert said[0] == "writing events to run; to watch: resilin top run"
+    assert said[1].endswith("starts 2 workers of job job7")
+    assert said[2] == "2 workers on 1 agent; workers 0-1 run here"
+    assert said[3].startswith(f"worker 1 (process {dead}) was killed by SIGKILL after ")
     assert said[4:] == [
         f"restarting the workers (restart 1 of {run.MAX_RESTARTS})",
-        "2 replicas on 1 agent, rank 0-1 here",
+        "2 workers on 1 agent; workers 0-1 run here",
         "finished after 1 restart",
     ]
     starts = told(tmp_path, "start1")
@@ -150,7 +150,7 @@ if restarts == "0":
     (fault,) = read_events(tmp_path / "run")
     assert isinstance(fault, FaultEvent)
     assert (fault.kind, fault.replica) == ("worker_lost", 1)
-    assert fault.detail == f"rank 1 (process {dead}) was killed by SIGKILL"
+    assert fault.detail == f"worker 1 (process {dead}) was killed by SIGKILL"
 
 
 def test_a_job_that_fails_keeps_its_state_in_memory_and_says_where(tmp_path, job):
@@ -165,7 +165,9 @@ sys.exit(3)
     assert status == 1
     assert sum("exited with code 3" in line for line in lines) == 2
     assert lines[-2] == "resilin: gave up after 1 restart (--max-restarts 1)"
-    assert f"stays in {tmp_path}/memory/job7: start again with --rdzv-id job7" in lines[-1]
+    assert (
+        f"kept the latest state in {tmp_path}/memory/job7: resume with --rdzv-id job7" in lines[-1]
+    )
     assert (tmp_path / "memory" / "job7" / "state").read_text() == "1"
     assert [start[environment.LOG] for start in told(tmp_path, "start")] == ["WARNING"] * 2
 
@@ -245,14 +247,14 @@ if env["WORLD_SIZE"] == "1":
     assert (status, other_status) == (0, 0), (lines, other_lines)
     said = [line.removeprefix("resilin: ") for line in lines]
     host = socket.gethostname()
-    assert said[1] == "1 replica on 1 agent, rank 0 here"
+    assert said[1] == "1 worker on 1 agent; worker 0 runs here"
     assert said[2:4] == [
-        "another agent waits to join: restarting the workers",
+        "another agent is waiting to join: restarting the workers",
         f"{host} joined",
     ]
-    assert said[4].startswith("2 replicas on 2 agents, rank ")
+    assert said[4].startswith("2 workers on 2 agents; worker ")
     assert said[5:] == ["finished"]
-    assert other_lines[1].startswith("resilin: 2 replicas on 2 agents, rank ")
+    assert other_lines[1].startswith("resilin: 2 workers on 2 agents; worker ")
     starts = told(tmp_path, "start2")
     assert sorted(start["RANK"] for start in starts) == ["0", "1"]
     # They are one job on one machine, and the last of them tidies up.
@@ -281,7 +283,7 @@ if env["WORLD_SIZE"] == "2" or not list(out.glob("start2-*")):
     assert said[-4:] == [
         "an agent is gone: restarting the workers",
         f"{host} left",
-        "1 replica on 1 agent, rank 0 here",
+        "1 worker on 1 agent; worker 0 runs here",
         "finished",
     ]
     assert len(starts) == 2
@@ -307,8 +309,8 @@ os._exit(0)
     subprocess.run([sys.executable, "-c", goes], check=True, timeout=TIMEOUT)
     status, lines = ends(stays)
     assert status == 0, lines
-    assert "an agent has gone before the ranks were dealt out: meeting again" in lines[1]
-    assert lines[2:] == ["resilin: 1 replica on 1 agent, rank 0 here", "resilin: finished"]
+    assert "an agent left before ranks were assigned: repeating the rendezvous" in lines[1]
+    assert lines[2:] == ["resilin: 1 worker on 1 agent; worker 0 runs here", "resilin: finished"]
     assert len(told(tmp_path, "start1")) == 1
 
 
@@ -333,7 +335,7 @@ while not (out / "go-0").exists():
     (tmp_path / "out" / "go-0").touch()
     assert ends(first)[0] == 0
     status, lines = ends(spare)
-    assert (status, lines[-1]) == (0, "resilin: the job ended without need of this machine")
+    assert (status, lines[-1]) == (0, "resilin: the job ended without needing this machine")
     assert len(told(tmp_path, "start")) == 1
 
 
@@ -346,7 +348,7 @@ while not (out / "go-0").exists():
         (["--no-python", "no-such-command"], "'no-such-command' is not a command"),
         (
             ["--checkpoint-dir", "nosuchprotocol://bucket/job", "train.py"],
-            "checkpoints cannot go to nosuchprotocol://bucket/job: Protocol not known",
+            "checkpoints cannot be written to nosuchprotocol://bucket/job: Protocol not known",
         ),
         (
             ["--checkpoint-dir", "needs-a-package://bucket", "train.py"],
@@ -403,8 +405,8 @@ def test_an_error_of_a_network_is_left_to_the_workers(tmp_path, monkeypatch, cap
     def fails(url):
         raise ConnectionError("no route")
 
-    monkeypatch.setattr("resilin.training.checkpoint.storage.url_to_fs", fails)
+    monkeypatch.setattr("resilin.training.state.checkpoint.storage.url_to_fs", fails)
     (tmp_path / "train.py").write_text("")
     arguments = ["--checkpoint-dir", "s3://bucket/a", str(tmp_path / "train.py")]
     preflight.check(options.parser().parse_args(arguments))
-    assert "workers will try (ConnectionError: no route)" in capsys.readouterr().err
+    assert "workers will try again (ConnectionError: no route)" in capsys.readouterr().err

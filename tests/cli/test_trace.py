@@ -132,7 +132,7 @@ def test_capacity_is_converted_to_batch_sizes(capsys, files):
     assert BatchTrace.parse(out.read_text(), end="repeat") == fewer
     code, _, error = run(capsys, "convert", files / "batches.csv", *sizes)
     assert code == 1
-    assert "has batch sizes already" in error
+    assert "already has batch sizes" in error
 
 
 def test_traces_are_drawn(files, capsysbinary):

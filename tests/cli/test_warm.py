@@ -83,7 +83,7 @@ def test_a_script_that_fails_says_so(tmp_path, body, told):
 def test_what_does_not_go_with_it_is_an_error():
     done = resilin_run("-m", "timeit")
     assert done.returncode == 2
-    assert "--warm runs a Python script" in done.stderr
+    assert "--warm needs a Python script" in done.stderr
 
 
 def test_nothing_is_preloaded_that_does_not_exist():

@@ -155,7 +155,7 @@ def test_state_round_trips_through_json():
         (lambda: Clock().read("steps", Reference(1)), "must be one of samples, tokens"),
         (lambda: Reference(0), r"reference batch size \(0\)"),
         (lambda: Reference(1, steps_per_epoch=0), "steps_per_epoch"),
-        (lambda: scheduler_steps(2.0, 1.0), "went back from 2.0 to 1.0"),
+        (lambda: scheduler_steps(2.0, 1.0), "moved backwards from 2.0 to 1.0"),
         (lambda: step_scale(9, 8, 8), r"9 samples exceeds its planned batch \(8\)"),
         (lambda: Schedule(abs, unit="epochs").now(Clock(), Reference(1)), "steps_per_epoch"),
         (lambda: Schedule(abs, unit="days"), "'days'.*must be one of steps, epochs"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from resilin.core._solver import Problem, Steps
 from resilin.core.fit import NORMAL, Fitted, Prior, StepTime, fit
-from resilin.core.goodput import best_goodput, best_plan, efficiency, goodput, speedup
+from resilin.core.goodput import best_goodput, best_plan, efficiency, goodput
 from resilin.core.noise import Noise, gain
 from resilin.core.plan import BatchBounds, PlanError
 from resilin.core.throughput import PARAMETERS, SyncShape, ThroughputModel
@@ -458,11 +458,12 @@ def test_every_candidate_can_be_planned_within_the_bounds(
         return
     assert choice.plan.global_batch_size <= bounds.max_batch_size
     assert choice.goodput == max(candidate.goodput for candidate in choice.candidates)
-    sizes = [candidate.global_batch_size for candidate in choice.candidates]
+    sizes = [candidate.batch_size for candidate in choice.candidates]
     assert sizes == sorted(set(sizes))
     for candidate in choice.candidates:
-        plan = bounds.plan(candidate.global_batch_size, replicas)
-        assert (plan.batch_size, plan.steps) == candidate[1:3]
+        plan = bounds.plan(candidate.batch_size, replicas)
+        split = (candidate.local_bsz, candidate.accumulation_steps)
+        assert (plan.batch_size, plan.steps) == split
         assert lower <= plan.batch_size <= upper
     assert best_goodput(model, noise, reference, bounds, 2, replicas) == choice.goodput
 
@@ -479,18 +480,6 @@ def test_the_grid_misses_little(replicas, trace):
             seconds = MODEL.step_seconds(4, replicas, plan.batch_size, plan.steps)
             best = max(best, float(size * efficiency(noise, size, 100) / seconds))
     assert choice.goodput > 0.99 * best
-
-
-def test_speedup_compares_with_one_replica():
-    replicas = np.array([1, 2, 4, 8, 300])
-    hosts = np.array([1, 1, 1, 2, 75])
-    curve = speedup(MODEL, NOISE, 64, BOUNDS, hosts, replicas)
-    assert curve[0] == 1.0
-    assert (np.diff(curve[:4]) > 0).all()
-    assert (curve <= replicas).all()
-    # 300 replicas of at least 16 samples each exceed the largest batch: there is no such plan.
-    assert curve[-1] == 0.0
-    assert speedup(MODEL, NOISE, 64, BOUNDS, 1, [[2], [4]]).shape == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from resilin.core.noise import (
     NoiseAverage,
     NoiseSample,
     default_horizon,
-    from_consecutive,
     from_micro_batches,
     from_sums,
     gain,
@@ -131,29 +130,6 @@ def test_a_training_set_sampled_without_replacement():
             results.append(sample.sqr_norm)
     assert abs(z_score(with_set, truth)) < 3
     assert abs(z_score(without, truth)) > 3
-
-
-def test_consecutive_gradients_are_unbiased_only_while_nothing_moves():
-    rng = np.random.default_rng(6)
-    still = []
-    for first, second in micro_gradients((16, 48), rng):
-        difference = first - second
-        still.append(from_consecutive((16, 48), first @ second, difference @ difference))
-    assert abs(z_score([s.sqr_norm for s in still], TRUTH.sqr_norm)) < 3
-    assert abs(z_score([s.trace for s in still], TRUTH.trace)) < 3
-
-    # SGD on a quadratic bowl, at its stationary point: the estimate is the negative of the truth.
-    lr, weight, truth, estimate, previous = 0.2, 0.0, [], [], None
-    for step in range(200_000):
-        gradient = weight + rng.standard_normal()
-        if step > 1000:
-            truth.append(weight**2)
-            if previous is not None:
-                product = previous * gradient
-                estimate.append(from_consecutive((1, 1), product, 0.0).sqr_norm)
-        previous = gradient
-        weight -= lr * gradient
-    assert np.mean(estimate) / np.mean(truth) == pytest.approx(-1, abs=0.1)
 
 
 def run(average, sizes, num_steps, rng):

@@ -10,7 +10,23 @@ limits = st.integers(1, 300)
 
 
 def sizes(plan: BatchPlan) -> list[int]:
-    return [size for r in range(plan.replicas) for size in plan.micro_batches(r)]
+    """All micro-batches but the fillers."""
+    return [size for r in range(plan.replicas) for size in plan.micro_batches(r) if size]
+
+
+def assert_alike(plan: BatchPlan) -> None:
+    """All replicas run as many micro-batches, with fillers only where samples are too few."""
+    assert plan.steps == max(1, -(-max(map(plan.share, range(plan.replicas))) // plan.batch_size))
+    for replica in range(plan.replicas):
+        parts = plan.micro_batches(replica)
+        assert len(parts) == plan.steps
+        assert sum(parts) == plan.share(replica)
+        assert max(parts) - min(parts) <= 1
+        fillers = parts.count(0)
+        assert fillers == max(0, plan.steps - plan.share(replica))
+        # No gradient has to be put aside for a filler.
+        assert not any(parts[:fillers])
+        assert list(parts[fillers:]) == sorted(parts[fillers:], reverse=True)
 
 
 @given(batches, replica_counts, st.none() | limits)
@@ -22,7 +38,7 @@ def test_equal_replicas_split_exactly(batch, replicas, max_local):
     assert min(every) >= 1
     assert max_local is None or max(every) <= max_local
     assert plan.batch_size == max(every)
-    assert plan.steps == max(len(plan.micro_batches(r)) for r in range(replicas))
+    assert_alike(plan)
     shares = [plan.share(r) for r in range(replicas)]
     assert max(shares) - min(shares) <= 1
     # No more accumulation than the maximum forces.
@@ -42,7 +58,8 @@ def test_a_plan_keeps_every_bound_or_is_refused(batch, replicas, a, b, accumulat
         return
     plan = bounds.plan(batch, replicas)
     assert all(lower <= size <= upper for size in sizes(plan))
-    assert all(plan.micro_batches(r) for r in range(replicas))
+    assert_alike(plan)
+    assert lower == 0 or all(all(plan.micro_batches(r)) for r in range(replicas))
     assert accumulate or plan.steps == 1
 
 
@@ -67,6 +84,7 @@ def test_unequal_replicas_split_exactly(batch, speeds, max_local, accumulate):
     assert max_local is None or max(every) <= max_local
     assert plan.batch_size == max(every)
     assert accumulate or plan.steps == 1
+    assert_alike(plan)
     for speed in set(speeds):
         alike = [r for r in range(replicas) if speeds[r] == speed]
         shares = [plan.share(r) for r in alike]
@@ -99,13 +117,25 @@ def test_300_over_64_does_not_exceed_the_maximum():
 
 def test_more_replicas_than_samples_leaves_some_without():
     plan = BatchPlan(2, 4)
-    assert [plan.micro_batches(r) for r in range(4)] == [(1,), (1,), (), ()]
+    assert [plan.micro_batches(r) for r in range(4)] == [(1,), (1,), (0,), (0,)]
 
 
 def test_a_lower_bound_of_zero_lets_replicas_go_without():
     bounds = BatchBounds(10, (0, 4))
     assert bounds.max_replicas is None
-    assert [bounds.plan(2, 3).micro_batches(r) for r in range(3)] == [(1,), (1,), ()]
+    assert [bounds.plan(2, 3).micro_batches(r) for r in range(3)] == [(1,), (1,), (0,)]
+
+
+def test_a_replica_with_fewer_samples_than_micro_batches_runs_fillers_first():
+    plan = BatchPlan(7, 3, max_local_bsz=1)
+    assert [plan.micro_batches(r) for r in range(3)] == [(1, 1, 1), (0, 1, 1), (0, 1, 1)]
+
+
+def test_replicas_of_unequal_speed_run_the_same_number_of_micro_batches():
+    plan = BatchPlan(256, 3, max_local_bsz=64, speeds=(2.0, 1.0, 1.0))
+    assert [plan.micro_batches(r) for r in range(3)] == [(64, 64), (32, 32), (32, 32)]
+    with pytest.raises(PlanError, match=r"share of 64 needs 2 micro-batches.*\(32\).*\(40\)"):
+        BatchPlan(256, 3, max_local_bsz=64, min_local_bsz=40, speeds=(2.0, 1.0, 1.0))
 
 
 def test_eleven_replicas_cannot_be_scheduled():

@@ -147,29 +147,6 @@ def test_the_largest_batch_is_that_of_the_same_number_of_replicas():
     assert profile.largest_batch(4) == 0
 
 
-@given(profiles, profiles)
-def test_merging_takes_both_in_any_order(one, other):
-    merged = one.merge(other)
-    assert merged == other.merge(one)
-    assert set(merged.windows) == set(one.windows) | set(other.windows)
-    assert one.merge(StepProfile()).observations() == tuple(
-        sorted(one.observations(), key=lambda t: (t.local_bsz, t.accumulation_steps))
-    )
-    for key, window in merged.windows.items():
-        total = len(one.windows.get(key, ())) + len(other.windows.get(key, ()))
-        assert len(window) == min(WINDOW, total)
-
-
-def test_merging_keeps_ages():
-    old = observe(StepProfile(), [replace(STEP, local_bsz=8)] * 9 + [STEP] * 100)
-    new = observe(StepProfile(), [replace(STEP, local_bsz=8, compute_seconds=0.2)] * 9)
-    merged = old.merge(new)
-    (step,) = (t for t in merged.observations() if t.local_bsz == 8)
-    # Both ended now: the one of the shorter profile is the younger.
-    assert step.compute_seconds == 0.2
-    assert step.weight == pytest.approx(only(new).weight)
-
-
 @settings(max_examples=50)
 @given(profiles, st.lists(step_times, max_size=5))
 def test_a_checkpoint_restores_all_of_it(profile, later):

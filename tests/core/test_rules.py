@@ -173,7 +173,11 @@ def test_users_pass_rules_of_their_own():
         (lambda: get_rule("cubic"), ValueError, "'cubic'.*must be one of constant, linear"),
         (lambda: get_rule("legw"), ValueError, "rule 'legw'.*warmup"),
         (lambda: get_rule("linear", warmup=3), ValueError, "rule 'linear'.*warmup"),
-        (lambda: get_rule(PowerRule(1), warmup=3), ValueError, "only go with the name"),
+        (
+            lambda: get_rule(PowerRule(1), warmup=3),
+            ValueError,
+            "can only be passed with a rule name",
+        ),
         (lambda: get_rule(3.5), TypeError, "not a scaling rule"),
         (lambda: PowerRule(-1), ValueError, r"p \(-1.0\) must be at least 0"),
         (lambda: PowerRule(1, clock="steps"), ValueError, "must be one of samples, tokens"),

@@ -70,7 +70,7 @@ def test_the_end_is_chosen_by_name():
         ("", "t.csv: empty"),
         ("step,batchsize\n", "t.csv: no line after the header"),
         ("step,size\n0,1\n", "line 1: the header is 'step,size', expected 'step,batchsize'"),
-        ("step,batchsize\n0,8\n2\n", "line 3: 1 columns below 2"),
+        ("step,batchsize\n0,8\n2\n", "line 3: 1 columns, but the header has 2"),
         ("step,batchsize\n0,8\n\n1,-4\n", r"line 4: batchsize \(-4\) must be at least 1"),
         ("step,batchsize\n0,8.5\n", r"line 2: batchsize \('8.5'\) is not a whole number"),
         ("step,batchsize\n0,1_0\n", r"line 2: batchsize \('1_0'\) is not a whole number"),
@@ -78,7 +78,7 @@ def test_the_end_is_chosen_by_name():
         ("step,batchsize\n0,8\n2,8\n2,8\n", "line 4: step 2 must come after step 2$"),
         (
             "step,batchsize\n0,8\n0,8\n",
-            "line 3: step 0 must come after step 0; restarts='append' counts on",
+            "line 3: step 0 must come after step 0; restarts='append' appends",
         ),
         ('step,batchsize\n0,"8\n', "line 2"),
     ],

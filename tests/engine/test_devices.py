@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import resilin
 from resilin.engine import devices
-from resilin.training.room import SHARE, Room
+from resilin.training.sizing.memory_limit import SHARE, LocalLimit
 
 PACKAGE = Path(resilin.__file__).parent
 EPOCHS, STEPS, MICRO_BATCHES = 2, 16, 4
@@ -45,8 +45,8 @@ class MadeUp(devices.Device):
         self.memory = memory
         self.peaks = []
 
-    def choose(self, local_replica):
-        self.calls.append(("choose", local_replica))
+    def choose(self, local_process):
+        self.calls.append(("choose", local_process))
 
     def event(self, device):
         return Later()
@@ -84,7 +84,7 @@ def train(directory=None, fail_at=None):
     net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     model = resilin.AdaptiveDataParallel(net, optimizer, rule="adascale", stats_every=1)
-    each = 8 // resilin.current_job().engine.num_replicas // MICRO_BATCHES
+    each = 8 // resilin.current_job().engine.membership.num_replicas // MICRO_BATCHES
     loader = resilin.AdaptiveDataLoader(data, batch_size=8, shuffle=True, max_local_bsz=each)
     for _ in resilin.remaining_epochs_until(EPOCHS):
         for inputs, targets in loader:
@@ -134,19 +134,19 @@ def test_memory_that_ran_out_is_given_back(made_up):
 def test_what_fits_is_learned_from_the_peaks_of_the_device(monkeypatch):
     kind = MadeUp(memory=1000)
     monkeypatch.setattr(devices, "_KINDS", (kind,))
-    room = Room(None, start=4)
-    assert room.budget == SHARE * 1000
+    limit = LocalLimit(None, start=4)
+    assert limit.budget == SHARE * 1000
     kind.peaks = [0, 200, 300]
     for size in (4, 8, 8):
-        with room.measure(size):
+        with limit.measure(size):
             pass
     # 25 bytes a sample, and 100 whatever the size.
-    assert room._fits() == (900 - 100) // 25
+    assert limit._fits() == (900 - 100) // 25
 
 
 def test_a_device_that_does_not_tell_its_memory_needs_a_budget(made_up):
     with pytest.raises(ValueError, match=r"device \(cpu\).*memory_budget="):
-        Room(None, start=4)
+        LocalLimit(None, start=4)
 
 
 @pytest.mark.world_size(2, init=False)
@@ -165,8 +165,8 @@ def test_only_the_seam_names_devices():
     rooms = ("core", "training", "engine", "integrations", "telemetry", "lab")
     found = [
         f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
-        for room in rooms
-        for path in sorted((PACKAGE / room).rglob("*.py"))
+        for limit in rooms
+        for path in sorted((PACKAGE / limit).rglob("*.py"))
         if path != PACKAGE / "engine" / "devices.py"
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if named.search(line)

@@ -10,21 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from resilin.engine import base
+from resilin.core.membership import Membership
 from resilin.engine.base import Engine
 from resilin.engine.group import LAUNCHER_ENV, detect
+from resilin.engine.processes import process_gone, process_start
 from resilin.engine.single import Single
 from resilin.engine.stop import RESTART
-from resilin.engine.torchrun import (
-    RUN_ID,
-    SHUTDOWN_TIMEOUT,
-    Torchrun,
-    process_gone,
-    process_start,
-)
+from resilin.engine.torchrun import RUN_ID, SHUTDOWN_TIMEOUT, Torchrun
 
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
 
@@ -44,11 +38,16 @@ def plain(monkeypatch):
 def test_a_process_that_nobody_launched_is_single(plain):
     engine = detect()
     assert type(engine) is Single
-    assert (engine.replica, engine.num_replicas) == (0, 1)
-    assert (engine.host, engine.local_replica, engine.num_local_replicas) == (0, 0, 1)
+    assert (engine.membership.replica, engine.membership.num_replicas) == (0, 1)
+    assert (
+        engine.membership.host,
+        engine.membership.local_process,
+        engine.membership.num_local_processes,
+    ) == (0, 0, 1)
     assert not engine.restartable
     assert engine.memory_name is None
-    assert not engine.begin_step()
+    assert engine.begin_step() == engine.membership == Membership()
+    assert engine.gradient_group() is None
     assert engine.all_committed()
 
 
@@ -62,7 +61,11 @@ def test_only_a_whole_environment_is_that_of_a_launcher(plain, missing):
 
 def test_what_torchrun_says(plain):
     engine = Torchrun()
-    assert (engine.host, engine.local_replica, engine.num_local_replicas) == (0, 0, 1)
+    assert (
+        engine.membership.host,
+        engine.membership.local_process,
+        engine.membership.num_local_processes,
+    ) == (0, 0, 1)
     assert (engine.restartable, engine.memory_name, engine.grace) == (False, None, 18.0)
     for name, value in {
         "GROUP_RANK": "3",
@@ -72,8 +75,13 @@ def test_what_torchrun_says(plain):
         SHUTDOWN_TIMEOUT: "5",
     }.items():
         plain.setenv(name, value)
-    # The world is asked each time: a launcher may change it.
-    assert (engine.host, engine.local_replica, engine.num_local_replicas) == (3, 2, 4)
+    # The launcher is asked anew when this process joins others.
+    engine = Torchrun()
+    assert (
+        engine.membership.host,
+        engine.membership.local_process,
+        engine.membership.num_local_processes,
+    ) == (3, 2, 4)
     assert (engine.restartable, engine.memory_name, engine.grace) == (True, "my job", 3.0)
     plain.setenv(RUN_ID, "none")
     assert engine.memory_name == f"agent-{os.getppid()}"
@@ -82,90 +90,13 @@ def test_what_torchrun_says(plain):
 # Agreement and state -------------------------------------------------------------------------
 
 
-def test_one_replica_agrees_with_itself(plain):
-    engine, thing, tensor = Single(), object(), torch.ones(2)
-    assert engine.group("control") is None
-    assert engine.gather(thing) == [thing]
-    assert engine.broadcast(thing, 0) is thing
-    engine.hand_out({"t": tensor}, {"t": 0})
-    assert tensor.tolist() == [1, 1]
-
-
-@pytest.mark.world_size(3)
-def test_what_each_replica_says_is_known_to_all():
-    engine = detect()
-    me = engine.replica
-    for value in (me, None, "x" * me, [me] * 10_000, {"v": (me, {me})}, b"\0" * me):
-        everyone = engine.gather(value)
-        assert len(everyone) == 3
-        assert everyone[me] == value
-    assert engine.gather(me) == [0, 1, 2]
-    assert [len(text) for text in engine.gather("x" * me * 100_000)] == [0, 100_000, 200_000]
-
-
-@pytest.mark.world_size(3)
-def test_what_one_replica_has_is_on_all_of_them():
-    engine = detect()
-    for source in (0, 1, 2):
-        for value in (None, "", (source, {"a": torch.float16}), "x" * 1_000_000):
-            mine = value if engine.replica == source else "not this"
-            assert engine.broadcast(mine, source) == value
-
-
-DTYPES = [
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.bool,
-    torch.int8,
-    torch.uint16,
-    torch.uint64,
-    torch.complex64,
-    torch.complex128,
-]
-
-
-@pytest.mark.world_size(3)
-def test_tensors_of_all_types_are_handed_out(monkeypatch):
-    engine = detect()
-    me = engine.replica
-    for chunk in (base._CHUNK, 7):
-        monkeypatch.setattr(base, "_CHUNK", chunk)
-        tensors, expected, owners = {}, {}, {}
-        for i, dtype in enumerate(DTYPES):
-            for shape in ((), (0,), (3, 0), (5,), (2, 3, 4)):
-                name = f"{dtype} {shape}"
-                generator = torch.Generator().manual_seed(i)
-                content = torch.randint(0, 2, shape, generator=generator).to(dtype)
-                owners[name], expected[name] = len(owners) % 3, content
-                mine = owners[name] == me
-                tensors[name] = content.clone() if mine else torch.zeros(shape, dtype=dtype)
-        tensors["not named"] = torch.full((2,), me)
-        engine.hand_out(tensors, owners)
-        for name, content in expected.items():
-            assert tensors[name].dtype == content.dtype
-            assert tensors[name].shape == content.shape
-            raw = [t.view(-1).view(torch.uint8) for t in (tensors[name], content) if t.numel()]
-            assert not raw or raw[0].equal(raw[1]), name
-        assert tensors["not named"].tolist() == [me, me]
-
-
-@pytest.mark.world_size(3)
-def test_every_bit_arrives():
-    engine = detect()
-    bits = torch.tensor([0x7F80_0001, 0x7FC1_2345, -0x8000_0000, 1], dtype=torch.int32)
-    # NaNs with a payload, a negative zero, and the smallest number there is.
-    tensor = bits.view(torch.float32).clone() if engine.replica == 2 else torch.zeros(4)
-    engine.hand_out({"t": tensor}, {"t": 2})
-    assert tensor.view(torch.int32).equal(bits)
-
-
 @pytest.mark.world_size(2)
-def test_tensors_that_are_not_contiguous_are_not_handed_out_wrongly():
-    tensor = torch.zeros(3, 2).t()
-    with pytest.raises(AssertionError):
-        detect().hand_out({"t": tensor}, {"t": 0})
+def test_a_step_begins_with_who_is_in_it():
+    engine = detect()
+    me = engine.begin_step()
+    assert me == engine.membership
+    assert (me.replica, me.num_replicas) == (me.process, me.num_processes) == (dist.get_rank(), 2)
+    assert engine.gradient_group() is dist.group.WORLD
 
 
 @pytest.mark.world_size(2, init=False)

@@ -14,7 +14,7 @@ def test_a_process_of_its_own_is_a_job_of_one(monkeypatch):
     resilin.init_process_group()
     assert not dist.is_initialized()
     engine = detect()
-    assert (engine.num_replicas, engine.replica) == (1, 0)
+    assert (engine.membership.num_replicas, engine.membership.replica) == (1, 0)
 
 
 def test_half_an_environment_is_an_error(monkeypatch):
@@ -32,7 +32,10 @@ def test_joining_leaving_and_joining_again():
         resilin.init_process_group()
         assert dist.get_backend() == "gloo"
         engine = detect()
-        assert (engine.num_replicas, engine.replica) == (2, int(os.environ["RANK"]))
+        assert (engine.membership.num_replicas, engine.membership.replica) == (
+            2,
+            int(os.environ["RANK"]),
+        )
         total = torch.ones(1)
         dist.all_reduce(total)
         assert total.item() == 2
@@ -40,4 +43,4 @@ def test_joining_leaving_and_joining_again():
             resilin.init_process_group("nccl")
         dist.barrier()
         dist.destroy_process_group()
-        assert engine.num_replicas == 1
+        assert engine.membership.num_replicas == 1

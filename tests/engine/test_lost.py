@@ -51,9 +51,9 @@ def test_a_lost_replica_is_a_line_and_any_other_error_a_traceback(
         monkeypatch.setenv(environment.LOG, level)
     shown = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: shown.append(error[1]))
-    lost.tell_briefly(3)
+    lost.shorten_traceback(3)
     peer, own = RuntimeError(GLOO), RuntimeError("the loss is not finite")
     sys.excepthook(RuntimeError, peer, None)
     sys.excepthook(RuntimeError, own, None)
     assert shown == ([own] if brief else [peer, own])
-    assert ("replica 3 has lost another one (Read error" in caplog.text) == brief
+    assert ("replica 3 lost its connection to a peer (Read error" in caplog.text) == brief

@@ -87,6 +87,50 @@ for each in seen:
     assert pulse.read(tmp_path, 0) is None
 
 
+def test_jobs_of_one_process_share_what_they_show(tmp_path):
+    code = """
+import os, time, torch, resilin
+from pathlib import Path
+from resilin.engine import pulse
+
+def shown():
+    return pulse.read(Path(os.environ["RESILIN_PULSE_DIR"]), 3)
+
+def train(samples, made_first):
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    make = lambda: resilin.AdaptiveDataParallel(net, optimizer, rule="linear")
+    model = make() if made_first else None
+    for _ in resilin.remaining_epochs_until(1):
+        model = model or make()
+        for x in resilin.AdaptiveDataLoader(torch.ones(samples, 1), batch_size=4):
+            model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = shown().beats
+        model.eval()
+        model(torch.ones(1, 1))
+        assert shown().beats == before + 1
+        model.train()
+    return model
+
+first = train(8, made_first=True)
+resilin.reset_job()
+print(shown().phase.name, shown().steps, shown().began)
+second = train(16, made_first=False)
+beats = shown().beats
+first.eval()(torch.ones(1, 1))
+assert shown().beats == beats, "a model of the former job shows nothing"
+time.sleep(2.5 * pulse.INTERVAL)
+print(shown().phase.name, shown().steps, shown().began)
+"""
+    done = run(tmp_path, code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["START 0 None", "DONE 4 0"]
+    left = pulse.read(tmp_path, 3)
+    assert (left.phase, left.steps, left.left) == (Phase.DONE, 4, True)
+
+
 SHOWS = """
 import os, sys
 from resilin.core.hang import Phase

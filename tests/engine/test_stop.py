@@ -265,8 +265,8 @@ def test_pollers_ask(stop, caplog):
     caplog.set_level(logging.WARNING, "resilin")
     stop.poll(spot_notice, 0.005)
     assert stop.wait(10)
-    assert (stop.reason, stop.exit_code) == ("spot_notice said so", RESTART)
-    assert caplog.text.count("failed; it is asked again") == 1
+    assert (stop.reason, stop.exit_code) == ("spot_notice returned True", RESTART)
+    assert caplog.text.count("failed; it will be called again") == 1
     assert "no route to the metadata service" in caplog.text
     # It has said what it had to say, and is not asked again.
     time.sleep(0.05)
@@ -286,7 +286,7 @@ def test_one_poller_that_hangs_does_not_keep_another_from_asking(stop):
 
     stop.poll(Notice(), 0.01)
     assert stop.wait(5)
-    assert stop.reason == "Notice() said so"
+    assert stop.reason == "Notice() returned True"
     release.set()
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from resilin.engine.torchrun import RUN_ID, SHUTDOWN_TIMEOUT, Torchrun, process_start
+from resilin.engine.processes import process_start
+from resilin.engine.torchrun import RUN_ID, SHUTDOWN_TIMEOUT, Torchrun
 from resilin.engine.watch import Peer, Watch
 
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
@@ -62,7 +63,7 @@ def watching(engine, peers):
     return abandoned.watch, abandoned
 
 
-GONE = ("another worker of this host is gone", False)
+GONE = ("another worker on this machine is gone", False)
 
 
 @pytest.mark.parametrize("reaped", [True, pytest.param(False, marks=linux)])
@@ -148,7 +149,8 @@ def test_closing_from_within_does_not_wait_for_itself(engine):
 
 PROGRAM = """
 import ctypes, os, signal, sys, threading, time
-from resilin.engine.torchrun import Torchrun, process_start
+from resilin.engine.processes import process_start
+from resilin.engine.torchrun import Torchrun
 from resilin.engine.watch import Peer, Watch
 
 signal.alarm(60)  # Whatever happens, nothing stays.
@@ -208,5 +210,5 @@ def test_a_worker_that_waits_for_a_dead_peer_goes_when_it_is_told_to(peer):
     finally:
         worker.kill()
         worker.wait(10)
-    assert output == "another worker of this host is gone False\n"
+    assert output == "another worker on this machine is gone False\n"
     assert worker.returncode == 128 + signal.SIGTERM

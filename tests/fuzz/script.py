@@ -133,7 +133,9 @@ def _evaluation(p: Program) -> list[str]:
     if p.evaluate != "no_grad":
         lines.append("    model.train()")
     lines += ["    with stats.synchronized():"]
-    share = " / resilin.current_job().engine.num_replicas" if p.evaluate == "plain" else ""
+    share = (
+        " / resilin.current_job().engine.membership.num_replicas" if p.evaluate == "plain" else ""
+    )
     lines += [
         f'        history.append(stats["loss"]{share})',
         '    kill_point("evaluated")',

@@ -101,7 +101,7 @@ def test_programs_under_kills_end_as_in_plain_pytorch(tmp_path, monkeypatch):
             worlds=(2, 3, 1),
             kills=(
                 Kill(replica=1, at="backward", count=3),
-                Kill(replica=0, at="line:training/memory.py", count=40),
+                Kill(replica=0, at="line:training/state/memory.py", count=40),
             ),
         ),
         Case(program=Program(), worlds=(2,), note="another program"),

@@ -2,10 +2,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def fresh_job():
+def _each_has_a_job(fresh_job):
     """Each test trains a job of its own."""
-    import resilin
-
-    resilin.reset_job()
-    yield
-    resilin.reset_job()

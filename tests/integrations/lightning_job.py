@@ -30,7 +30,7 @@ class Job(L.LightningModule):
         torch.manual_seed(2)
         self.net = nn.Linear(6, 3)
         self.engine = resilin.current_job().engine
-        self.file = (directory / f"{self.engine.replica}-{os.getpid()}.jsonl").open("w")
+        self.file = (directory / f"{self.engine.membership.replica}-{os.getpid()}.jsonl").open("w")
         self.samples = []
 
     def training_step(self, batch, batch_idx):
@@ -42,10 +42,18 @@ class Job(L.LightningModule):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         step = self.global_step - 1
         assert step == resilin.current_job().clock.steps - 1
-        line = {"generation": self.engine.generation, "step": step, "samples": self.samples}
+        line = {
+            "generation": self.engine.membership.generation,
+            "step": step,
+            "samples": self.samples,
+        }
         print(json.dumps(line), file=self.file, flush=True)
         self.samples = []
-        if self.engine.generation == 0 and self.engine.replica == 1 and step == 6:
+        if (
+            self.engine.membership.generation == 0
+            and self.engine.membership.replica == 1
+            and step == 6
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def validation_step(self, batch, batch_idx):

@@ -104,12 +104,18 @@ def train(directory, node=""):
     loader.set_batch_size(TRACE)
     job = resilin.current_job()
     engine = job.engine
-    ledger, samples = Ledger(directory / "resilin", engine.replica), []
+    ledger, samples = Ledger(directory / "resilin", engine.membership.replica), []
     for epoch in resilin.remaining_epochs_until(EPOCHS):
         for x, y, index in loader:
             micro_batch, step = job.micro_batch, job.clock.steps
-            if node and GATES.get(engine.num_replicas) == step and micro_batch.index == 0:
-                wait_at_gate(directory / f"{engine.num_replicas}", engine.replica)
+            if (
+                node
+                and GATES.get(engine.membership.num_replicas) == step
+                and micro_batch.index == 0
+            ):
+                wait_at_gate(
+                    directory / f"{engine.membership.num_replicas}", engine.membership.replica
+                )
             model(x, y).backward()
             weight, lr = net.unit.grad.item(), optimizer.param_groups[0]["lr"]
             optimizer.step()
@@ -118,9 +124,9 @@ def train(directory, node=""):
                 samples += index.tolist()
             if micro_batch.last:
                 ledger.write(
-                    generation=engine.generation,
-                    replicas=engine.num_replicas,
-                    hosts=engine.num_hosts,
+                    generation=engine.membership.generation,
+                    replicas=engine.membership.num_replicas,
+                    hosts=engine.membership.num_hosts,
                     node=node,
                     epoch=epoch,
                     step=step,

@@ -267,7 +267,9 @@ def check_untrained():
     assert notes.sizes == [17, 17, 17, 17, 34, 1]
     assert_identical(flat(net))
     # What is frozen is not sent around.
-    untrained = [variable.name for variable in Agreement(net)._untrained]
+    untrained = [
+        variable.name for variable in Agreement(net, resilin.current_job().engine)._untrained
+    ]
     assert untrained == ["moving_mean", "moving_variance", "seed_generator_state"]
     mean = net.layers[2].moving_mean.value
     assert bool(torch.isfinite(mean).all())

@@ -31,20 +31,20 @@ def test_a_step_that_is_compiled_honours_its_plan_and_refuses_the_rest(backend, 
     assert told["upstream_scheduled"] > 0.01
     assert told["upstream_stepped"] == [False, True] * 8
     messages = [
-        f"autoscale_batch_size (64) cannot be honoured by the {backend} backend",
+        f"autoscale_batch_size (64) is not supported by the {backend} backend",
         "set_batch_size (Schedule(",
         f"by the {backend} backend: its step is compiled for 32",
         "the batch size is 64 and not 32, and a rule has to be chosen that needs no noise",
-        "rule ('adascale') cannot be honoured",
-        "rule ('sqrt') cannot be honoured",
+        "rule ('adascale') is not supported",
+        "rule ('sqrt') is not supported",
         "it changes more than the learning rate",
         "max_local_bsz (7) it splits into micro-batches of 7 and 6 samples",
-        "the number of samples (64) cannot be honoured",
-        "max_local_bsz ('auto') cannot be honoured",
-        "stats_every (1) cannot be honoured",
+        "the number of samples (64) is not supported",
+        "max_local_bsz ('auto') is not supported",
+        "stats_every (1) is not supported",
         "its micro-batches are cut from arrays",
-        "the number of processes (2) cannot be honoured",
-        "find_unused_parameters (True) cannot be honoured",
+        "the number of processes (2) is not supported",
+        "find_unused_parameters (True) is not supported",
     ]
     for text, message in zip(told["refused"], messages, strict=True):
         assert message in text

@@ -11,7 +11,7 @@ import torch
 
 from resilin.integrations import memory
 from resilin.integrations.memory import Memory
-from resilin.training.snapshot import join, split
+from resilin.training.state.snapshot import join, split
 
 
 class Helper:

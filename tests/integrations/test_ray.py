@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 import resilin
-from resilin.engine.ray import CONTEXT, RayTrain
-from resilin.training.memory import MemoryCopies
+from resilin.compat.names import MissingNameError
+from resilin.compat.ray_names import CONTEXT
+from resilin.engine.ray import RayTrain
+from resilin.training.state.memory import MemoryCopies
 from tests.integrations import ray_job
 
 # The cluster is made by whichever test asks for it first.
@@ -194,16 +196,26 @@ def test_the_workers_are_those_that_ray_has_started(as_worker):
     resilin.init_process_group()
     engine = resilin.current_job().engine
     assert isinstance(engine, RayTrain)
-    assert (engine.replica, engine.num_replicas) == (rank, 3)
-    assert (engine.host, engine.num_hosts) == ([0, 0, 1][rank], 2)
-    assert (engine.local_replica, engine.num_local_replicas) == [(0, 2), (1, 2), (0, 1)][rank]
+    assert (engine.membership.replica, engine.membership.num_replicas) == (rank, 3)
+    assert (engine.membership.host, engine.membership.num_hosts) == ([0, 0, 1][rank], 2)
+    assert (engine.membership.local_process, engine.membership.num_local_processes) == [
+        (0, 2),
+        (1, 2),
+        (0, 1),
+    ][rank]
     assert engine.memory_name == "ray-abc"
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("when", ["between steps", "within a step"])
-def test_a_step_that_lost_its_process_group_is_not_kept(as_worker, monkeypatch, tmp_path, when):
-    """Ray destroys the group from another thread while the training goes on."""
+@pytest.mark.parametrize(
+    ("when", "lost_at", "last_kept"),
+    [("after a step", 3, 2), ("within a step", 3, 3), ("after a step", 11, 10)],
+    ids=["between steps", "within a step", "after the last step"],
+)
+def test_a_step_that_lost_its_process_group_is_not_kept(
+    as_worker, monkeypatch, tmp_path, when, lost_at, last_kept
+):
+    """Ray destroys the group from another thread during the training."""
     monkeypatch.setenv("RESILIN_MEMORY_DIR", str(tmp_path / "memory"))
     as_worker(dist.get_rank(), 2)
     resilin.checkpoint_to(None, memory_every=1)
@@ -215,18 +227,17 @@ def test_a_step_that_lost_its_process_group_is_not_kept(as_worker, monkeypatch, 
     def train():
         for _ in resilin.remaining_epochs_until(1):
             for x, y, _ in loader:
-                if job.clock.steps == 3 and when == "within a step":
+                if job.clock.steps == lost_at and when == "within a step":
                     dist.destroy_process_group()
                 model(x, y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if job.clock.steps == 3 and when == "between steps":
+                if job.clock.steps == lost_at and when == "after a step":
                     dist.destroy_process_group()
 
-    with pytest.raises(RuntimeError, match="taken the process group of its 2 workers away"):
+    with pytest.raises(RuntimeError, match="destroyed the process group of its 2 workers"):
         train()
-    kept = MemoryCopies(tmp_path / "memory").versions()[0].step
-    assert kept == (3 if when == "within a step" else 2)
+    assert MemoryCopies(tmp_path / "memory").versions()[0].step == last_kept
 
 
 def test_workers_without_a_process_group_are_refused(as_worker):
@@ -248,13 +259,23 @@ def test_a_job_that_is_asked_to_stop_tells_ray_that_there_is_more_to_do(as_worke
 
 @pytest.fixture
 def integration(monkeypatch):
-    """`resilin.integrations.ray` on a Ray that only notes what it is told."""
+    """`resilin.integrations.ray`, loaded with Ray itself, whose calls are then only recorded."""
+    pytest.importorskip("ray")
+    module = importlib.import_module("resilin.integrations.ray")
     train = SimpleNamespace(reported=[])
     train.report = lambda metrics, **kwargs: train.reported.append((metrics, kwargs))
-    monkeypatch.setitem(sys.modules, "ray.train", train)
-    sys.modules.pop("resilin.integrations.ray", None)
-    yield importlib.import_module("resilin.integrations.ray")
-    del sys.modules["resilin.integrations.ray"]
+    monkeypatch.setattr(module, "_train", train)
+    return module
+
+
+def test_a_ray_that_lacks_a_name_is_refused_at_import(integration, monkeypatch):
+    context = importlib.import_module(CONTEXT)
+    monkeypatch.delattr(context.TrainContext, "get_world_rank")
+    monkeypatch.delitem(sys.modules, integration.__name__)
+    with pytest.raises(
+        MissingNameError, match=r"needs \S+\.TrainContext\.get_world_rank, which ray"
+    ):
+        importlib.import_module(integration.__name__)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +293,9 @@ def test_checkpoints_go_where_ray_keeps_the_run(integration, as_worker, kind, pa
 
 def test_a_storage_without_a_url_is_refused(integration, as_worker):
     as_worker(0, 1)
-    place = SimpleNamespace(storage_filesystem=SimpleNamespace(type_name="py::mine"))
+    place = SimpleNamespace(
+        storage_filesystem=SimpleNamespace(type_name="py::mine"), experiment_fs_path="b/a"
+    )
     integration._train.get_context = lambda: SimpleNamespace(get_storage=lambda: place)
     with pytest.raises(ValueError, match=r"\(py::mine\) must be one of local, s3, gcs"):
         integration.storage()

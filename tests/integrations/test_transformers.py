@@ -312,7 +312,7 @@ def test_a_killed_worker_does_not_end_the_trainer():
     assert done.returncode == 0, done.stderr
     # The worker died in a callback of step 30, before its own part of that step (losses since the
     # last log, random numbers) was kept: the step is made again.
-    assert "go on from step 29 (memory)" in done.stderr
+    assert "at step 29 from memory" in done.stderr
     assert float(done.stdout.split()[-1]) > 0.88
 
 

@@ -38,7 +38,8 @@ file = os.open(folder / f"{{time.time_ns()}}-{{os.getpid()}}", flags)
 
 
 def tell(**facts):
-    facts |= dict(generation=engine.generation, replicas=engine.num_replicas, pid=os.getpid())
+    me = engine.membership
+    facts |= dict(generation=me.generation, replicas=me.num_replicas, pid=os.getpid())
     os.write(file, (json.dumps(facts) + "\\n").encode())
 
 
@@ -133,7 +134,7 @@ def stand_ins(tmp_path):
         asked.append(list(options))
         return [sys.executable, "-c", code, str(plan["seconds"]), str(plan["code"])]
 
-    env = {**launch.surroundings(tmp_path), "CUDA_VISIBLE_DEVICES": "4,7"}
+    env = {**launch.environment_of(tmp_path), "CUDA_VISIBLE_DEVICES": "4,7"}
     machines = Machines(tmp_path, command, env, most=4)
     yield machines, plan, asked
     machines.close()
@@ -197,7 +198,7 @@ def wait_for_end(machines):
 def test_a_trace_without_hope_is_refused(tmp_path):
     (tmp_path / "script.py").write_text("")
     nothing = CapacityTrace((0.0, 9.0), (0, 0), "repeat")
-    with pytest.raises(TraceError, match=r"no replicas from 0 s of the trace on.*'repeat'"):
+    with pytest.raises(TraceError, match=r"no replicas from 0 s on.*'repeat'"):
         replay_capacity(nothing, tmp_path / "script.py", run_dir=tmp_path)
     with pytest.raises(ValueError, match=r"speed \(0.0\) must be"):
         replay_capacity(nothing, tmp_path / "script.py", run_dir=tmp_path, speed=0)

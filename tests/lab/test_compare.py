@@ -145,7 +145,7 @@ def test_a_comparison_goes_on_after_it_was_stopped(place):
 
     done = subprocess.run(line, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
-    assert f"{len(results)} of 3 runs are done already" in done.stderr
+    assert f"{len(results)} of 3 runs already have a result" in done.stderr
     assert {path: path.stat().st_mtime_ns for path in results} == results
     told = json.loads(done.stdout)
     assert told == json.loads((place / "out" / "table.json").read_text())
@@ -206,7 +206,7 @@ def test_what_has_changed_is_refused_by_name(place, pretend, capsys):
     assert "arguments was [] and is ['more']" in capsys.readouterr().err
     (place / "t.csv").write_text("step,batchsize\n0,16\n3,25\n")
     assert pretend(options=options) == (1, 0)
-    assert "trace t has changed. --again runs all of it anew" in capsys.readouterr().err
+    assert "trace t has changed. --again starts over" in capsys.readouterr().err
     (place / "t.csv").write_text("step,batchsize\n0,16\n3,24\n")
     (place / "script.py").write_text(PRETENDED + "\n")
     assert pretend(options=options) == (1, 0)
@@ -215,7 +215,7 @@ def test_what_has_changed_is_refused_by_name(place, pretend, capsys):
     assert pretend(options=options) == (0, 0)
     (place / "out" / "compare.json").unlink()
     assert pretend(options=options) == (1, 0)
-    assert "is not empty, and no comparison" in capsys.readouterr().err
+    assert "is not empty and holds no comparison" in capsys.readouterr().err
 
 
 def test_a_changed_module_of_a_rule_is_noticed(place):
@@ -226,7 +226,7 @@ def test_a_changed_module_of_a_rule_is_noticed(place):
     grid = Grid(rules=("my_rules:slow", "elsewhere:slow"), **common)
     with (
         grid.held(),
-        pytest.raises(ValueError, match="another comparison works in"),
+        pytest.raises(ValueError, match="another comparison is using"),
         grid.held(),
     ):
         pass
@@ -253,13 +253,13 @@ def test_a_failed_run_is_told_of_and_the_others_are_run(place, pretend, capsys):
 def test_a_script_that_does_not_train_fails(pretend, capsys):
     assert pretend("silent")[0] == 1
     err = capsys.readouterr().err
-    assert "no run has a result: failed: the script did not take up the trace" in err
+    assert "no run has a result: failed: the script did not follow the trace" in err
 
 
 def test_seeds_that_change_nothing_are_warned_of(pretend, capsys):
     assert pretend("fixed")[0] == 0
     err = capsys.readouterr().err
-    assert "warning: linear on t: all 2 seeds gave the very same run" in err
+    assert "warning: linear on t: all 2 seeds gave identical runs" in err
     assert err.count("warning") == 3
 
 
@@ -288,8 +288,8 @@ def test_a_loss_of_steps_is_the_mean_of_the_last_tenth(place, pretend, capsys):
     [
         (["--rules=fast", "--trace=t.csv"], "rule ('fast') must be one of"),
         (["--rules=legw", "--trace=t.csv"], "rule 'legw' with parameters {}"),
-        (["--rules=linear,linear", "--trace=t.csv"], "rule 'linear' is there twice"),
-        (["--rules=linear", "--trace=t.csv", "--trace=./t.csv"], "two traces are called 't'"),
+        (["--rules=linear,linear", "--trace=t.csv"], "rule 'linear' is given twice"),
+        (["--rules=linear", "--trace=t.csv", "--trace=./t.csv"], "two traces are named 't'"),
         (["--rules=linear", "--trace=u.csv"], "local_bsz (None)"),
         (["--rules=linear", "--trace=reference.csv"], "must not be 'reference'"),
         (["--rules=linear", "--trace=none.csv"], "none.csv: No such file"),

@@ -60,5 +60,5 @@ def test_pairs_cancel_what_they_share():
     expected = stats.ttest_rel(values, shared).confidence_interval(0.95)
     assert difference.mean - difference.half == pytest.approx(expected.low)
     assert paired_interval([2.0, 3.0], [1.0, 2.0]) == Interval(1.0, 0.0, 2)
-    with pytest.raises(ValueError, match=r"\(2\) as others \(1\)"):
+    with pytest.raises(ValueError, match=r"\(2\) and others \(1\)"):
         paired_interval([1.0, 2.0], [1.0])

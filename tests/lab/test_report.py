@@ -95,9 +95,9 @@ def test_the_page_shows_every_quantity_with_its_unit(page):
 def test_the_page_tells_what_happened(page):
     text = Page(page).text
     assert "worker_lost on replica 1: killed by SIGKILL" in text
-    assert "2 -> 1 replicas after 10 s: goes on from memory" in text
+    assert "2 -> 1 replicas after 10 s: resumed from memory" in text
     assert "batch 100 -> 200: it learns faster" in text
-    assert "done (reference steps) 160.5 of 400" in text
+    assert "completed (reference steps) 160.5 of 400" in text
     assert "batch size (samples) 100 to 200" in text
 
 
@@ -204,7 +204,7 @@ def test_the_same_run_gives_the_same_bytes(tmp_path):
 
 
 def test_a_report_without_steps_says_so(tmp_path):
-    with pytest.raises(ValueError, match="empty: no step has been told of yet"):
+    with pytest.raises(ValueError, match="empty: no step has been reported yet"):
         report.write_report([run_of([], name="empty")], tmp_path / "x.html")
     with pytest.raises(ValueError, match="at least one run"):
         report.write_report([], tmp_path / "x.html")

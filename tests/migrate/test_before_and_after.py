@@ -193,7 +193,7 @@ def test_by_hand_on_two_processes_and_resilin_end_with_the_same_parameters():
     hand = play(page[0], before("accumulation"))
     assert hand["steps"] == 2
     ours = play(page[0], elastic, "module = elastic(data)")
-    assert resilin.current_job().engine.num_replicas == 2
+    assert resilin.current_job().engine.membership.num_replicas == 2
     assert distance(hand, ours) < 1e-12
 
 

@@ -21,8 +21,8 @@ def _skips_all(passes: PassCount, epoch: int) -> PassCount:
     return replace(begun, left_out=begun.left_out or begun.complete > 0)
 
 
-def _without_neighbour(local_replica: int, num_local_replicas: int) -> tuple[int, ...]:
-    return (local_replica,)
+def _without_neighbour(local_process: int, num_local_processes: int) -> tuple[int, ...]:
+    return (local_process,)
 
 
 def _any_share(files: Any) -> Any:

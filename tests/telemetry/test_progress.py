@@ -150,7 +150,7 @@ def train(watch, rule, *, epochs, double_at):
     import torch
     from torch.utils.data import TensorDataset
 
-    from resilin.training.bar import progress_bar
+    from resilin.training.script.progress_bar import progress_bar
 
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
@@ -189,7 +189,7 @@ def test_the_bar_tells_the_truth_when_the_batch_size_doubles(job, monkeypatch, r
 
 
 def test_an_evaluation_is_one_pass_over_its_data(job, monkeypatch):
-    from resilin.training.bar import progress_bar
+    from resilin.training.script.progress_bar import progress_bar
 
     monkeypatch.setattr("resilin.telemetry.progress.REDRAW", 0.0)
     screen = Terminal()
@@ -200,10 +200,10 @@ def test_an_evaluation_is_one_pass_over_its_data(job, monkeypatch):
 
 @pytest.mark.world_size(2)
 def test_only_replica_0_shows_a_bar():
-    from resilin.training.bar import progress_bar
+    from resilin.training.script.progress_bar import progress_bar
 
     screen = Terminal()
     loader = resilin.AdaptiveDataLoader(list(range(20)), batch_size=8)
     seen = [int(i) for batch in progress_bar(loader, stream=screen) for i in batch]
     assert len(seen) == 10
-    assert bool(screen.getvalue()) == (resilin.current_job().engine.replica == 0)
+    assert bool(screen.getvalue()) == (resilin.current_job().engine.membership.replica == 0)

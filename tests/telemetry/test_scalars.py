@@ -84,7 +84,7 @@ def test_words_are_for_what_a_person_asks_about():
     assert [words(event) for event in told] == [describe(event) for event in told]
     assert all(words(event) for event in told)
     assert words(happenings.START) == (
-        "begins: SGD with rule adascale, reference batch 64, 4 replicas on 2 hosts"
+        "starts: SGD with rule adascale, reference batch 64, 4 replicas on 2 hosts"
     )
     kept = replace(happenings.DECISION, batch_size=64)
     assert [words(event) for event in (step(1), happenings.SAVED, kept)] == [None] * 3

@@ -84,7 +84,7 @@ def test_a_run_that_tells_nothing_is_silent_and_one_without_events_is_waited_for
 def test_the_length_of_a_run_may_be_unknown():
     status = status_of(told_run(total=None))
     assert status.fraction is None
-    assert "of an unknown number" in shown(status, 1200)
+    assert "of an unknown total" in shown(status, 1200)
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (200, 60)])
@@ -111,7 +111,7 @@ def test_the_view_fits_the_screen(width, height):
 def test_the_view_names_the_last_events_with_their_age():
     text = shown(status_of(told_run()), 1000 + 120 + 10 + 30)
     assert "decision   batch 100 -> 200: it learns faster" in text
-    assert "rescale    2 -> 1 replicas after 10 s: goes on from memory" in text
+    assert "rescale    2 -> 1 replicas after 10 s: resumed from memory" in text
     assert "fault      worker_lost on replica 1: killed by SIGKILL" in text
     assert "30 s ago      checkpoint saved /ckpt/9 in 0.5 s, 5MB" in text
 

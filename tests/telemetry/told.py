@@ -83,7 +83,7 @@ def told_run(num_steps=120, *, began=1000.0, seed=0, fault_at=60, total=TOTAL):
                     **stamp(step),
                     replicas_before=2,
                     replicas=1,
-                    reason="goes on from memory",
+                    reason="resumed from memory",
                     seconds=10.0,
                 )
             )

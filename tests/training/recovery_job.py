@@ -114,25 +114,27 @@ def main() -> None:
     engine = resilin.current_job().engine
     note = {
         "pid": os.getpid(),
-        "replica": engine.replica,
-        "replicas": engine.num_replicas,
+        "replica": engine.membership.replica,
+        "replicas": engine.membership.num_replicas,
         "began": None if began is None else began.step,
     }
-    (args.folder / f"start-{engine.generation}-{engine.replica}").write_text(json.dumps(note))
+    (args.folder / f"start-{engine.membership.generation}-{engine.membership.replica}").write_text(
+        json.dumps(note)
+    )
 
     def on_step(job: Job) -> None:
-        name = f"step-{engine.generation}-{engine.replica}"
+        name = f"step-{engine.membership.generation}-{engine.membership.replica}"
         (args.folder / f"{name}.tmp").write_text(str(job.model.clock.steps))
         (args.folder / f"{name}.tmp").rename(args.folder / name)
         time.sleep(args.pause)
 
     def on_evaluation(job: Job) -> None:
         if args.long_evaluation:
-            (args.folder / f"evaluating-{engine.replica}").touch()
+            (args.folder / f"evaluating-{engine.membership.replica}").touch()
             time.sleep(60)
 
     job.train(4, on_step, on_evaluation)
-    (args.folder / f"result-{engine.replica}").write_text(json.dumps(job.result()))
+    (args.folder / f"result-{engine.membership.replica}").write_text(json.dumps(job.result()))
 
 
 if __name__ == "__main__":

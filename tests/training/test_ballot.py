@@ -1,6 +1,26 @@
 """The ballot of a step, without a step."""
 
-from resilin.training.ballot import Ballot
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from resilin.training.ballot import Ballot, Head
+from tests.replicas import replica
+
+HEAD = Head(
+    weight=2.0,
+    samples=2.0,
+    gradients=1.0,
+    seconds=0.0,
+    step_seconds=1.0,
+    steps=5.0,
+    divisor=4.0,
+    skips=0.0,
+    changes=0.0,
+    signature=7.0,
+)
 
 
 class Clerk:
@@ -14,29 +34,65 @@ class Clerk:
         self.told.append(votes)
 
 
-def test_each_voter_is_told_the_sums_of_its_own_numbers():
+def test_alone_each_voter_is_told_its_own_numbers():
     clerks = [Clerk(1.0), Clerk(), Clerk(2.0, 3.0)]
     ballot = Ballot(clerks)
-    assert ballot.cast() == (1.0, 2.0, 3.0)
-    ballot.count((10.0, 20.0, 30.0))
-    assert [clerk.told for clerk in clerks] == [[(10.0,)], [()], [(20.0, 30.0)]]
+    ballot.send(HEAD, None, None)
+    assert ballot.sent is None
+    assert ballot.sums().head == HEAD
+    assert ballot.sums().votes == (1.0, 2.0, 3.0)
+    ballot.count()
+    assert [clerk.told for clerk in clerks] == [[(1.0,)], [()], [(2.0, 3.0)]]
+
+
+@pytest.mark.world_size(2)
+def test_each_voter_is_told_the_sums_of_its_own_numbers():
+    clerks = [Clerk(1.0), Clerk(), Clerk(2.0, 3.0 + replica())]
+    ballot = Ballot(clerks)
+    terms = torch.tensor([0.5, 0.25 * replica()], dtype=torch.float64)
+    ballot.send(replace(HEAD, samples=2.0 + replica()), terms, dist.group.WORLD)
+    sums = ballot.sums()
+    assert (sums.head.weight, sums.head.samples, sums.head.signature) == (4.0, 5.0, 14.0)
+    assert sums.terms == (1.0, 0.25)
+    ballot.count()
+    assert [clerk.told for clerk in clerks] == [[(2.0,)], [()], [(4.0, 7.0)]]
 
 
 def test_who_leaves_or_joins_in_a_step_does_not_change_what_the_others_are_told():
     leaves, stays, joins = Clerk(1.0, 2.0), Clerk(3.0), Clerk(4.0)
     voters = [leaves, stays]
     ballot = Ballot(voters)
-    ballot.cast()
+    ballot.send(HEAD, None, None)
     voters.remove(leaves)
     voters.append(joins)
-    ballot.count((10.0, 20.0, 30.0))
-    assert (leaves.told, stays.told, joins.told) == ([], [(30.0,)], [])
+    ballot.count()
+    assert (leaves.told, stays.told, joins.told) == ([], [(3.0,)], [])
 
 
 def test_a_step_without_a_ballot_tells_nobody():
     clerk = Clerk(1.0)
     ballot = Ballot([clerk])
-    ballot.cast()
-    ballot.count((1.0,))
-    ballot.count(())
+    ballot.send(HEAD, None, None)
+    ballot.count()
+    ballot.count()
+    ballot.forget()
+    ballot.count()
     assert clerk.told == [(1.0,)]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("apart", "complaint"),
+    [
+        ({"steps": 6.0}, "not in the same step"),
+        ({"signature": 8.0}, "requires_grad differs"),
+        ({"changes": 1.0}, "requires_grad differs"),
+        ({"divisor": 5.0}, "different total weights"),
+    ],
+)
+def test_replicas_that_do_not_make_the_same_step_are_told(apart, complaint):
+    ballot = Ballot([])
+    head = replace(HEAD, **apart) if replica() else HEAD
+    ballot.send(head, torch.zeros(1, dtype=torch.float64), dist.group.WORLD)
+    with pytest.raises(RuntimeError, match=complaint):
+        ballot.sums()

@@ -1,5 +1,7 @@
+import gc
 import itertools
 import json
+import multiprocessing
 import os
 import time
 
@@ -10,9 +12,10 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import resilin
 from resilin.core import BatchTrace, Schedule
+from resilin.core.membership import Membership
 from resilin.core.stream import Ownership, SampleStream
-from resilin.training.cursor import Cursor
-from resilin.training.tickets import CannotSplit, split
+from resilin.training.data.cursor import Cursor
+from resilin.training.data.tickets import CannotResize, split
 from tests.replicas import gathered, num_replicas, replica
 
 N = 203
@@ -313,20 +316,82 @@ def test_splitting():
     assert first["b"][0] == ("x", "y")
     assert rest["b"][1].tolist() == [2]
     for whole in (torch.tensor(3), torch.arange(4), {"n": 3}, ["a"], [], object()):
-        with pytest.raises(CannotSplit):
+        with pytest.raises(CannotResize):
             split(whole, 2, 3)
+
+
+def members(num_replicas, generation=0, **facts):
+    return Membership(num_replicas=num_replicas, generation=generation, **facts)
 
 
 @pytest.mark.parametrize(("replicas", "kept"), [(2, True), (3, False)])
 def test_each_replica_keeps_its_positions_at_the_same_number_of_replicas(replicas, kept):
     stream = SampleStream(20, seed=1)
     before = Cursor("loader/0", stream)
-    assert before.deal(2) == Ownership(0, 2)
+    assert before.deal(members(2)) == Ownership(0, 2)
     before.position = 5
     after = Cursor("loader/0", stream)
     after.load_state_dict(before.state_dict())
-    assert after.deal(replicas) == (Ownership(0, 2) if kept else Ownership(5, replicas))
+    expected = Ownership(0, 2) if kept else Ownership(5, replicas)
+    assert after.deal(members(replicas, 1)) == expected
     # As resilin 0.1.0 wrote it.
     old = Cursor("loader/0", stream)
     old.load_state_dict({**stream.state(5), "ended": None})
-    assert old.deal(replicas) == Ownership(5, replicas)
+    assert old.deal(members(replicas, 1)) == Ownership(5, replicas)
+    # As it was written before generations were noted.
+    old = Cursor("loader/0", stream)
+    old.load_state_dict({**before.state_dict(), "dealt": [0, 2]})
+    assert old.deal(members(replicas, 1)) == expected
+
+
+def test_survivors_and_joiners_of_a_generation_deal_alike():
+    stream = SampleStream(20, seed=1)
+    survivor = Cursor("loader/0", stream)
+    assert survivor.deal(members(2)) == Ownership(0, 2)
+    survivor.position = 5
+    state = survivor.state_dict()
+    # One has left and one has joined: the number is the same, and the generation is another one.
+    now = members(2, 1, reformed=True)
+    assert survivor.deal(now) == Ownership(5, 2)
+    survivor.position = 9
+    assert survivor.deal(now) == Ownership(5, 2)
+    for taken in (state, {**survivor.state_dict(), "cursor": 5}):
+        # Before the survivor has dealt, or after it.
+        joiner = Cursor("loader/0", stream)
+        joiner.load_state_dict(taken)
+        assert joiner.deal(now) == Ownership(5, 2)
+    # All are started anew, together, and resume what that generation has left.
+    again = Cursor("loader/0", stream)
+    again.load_state_dict(survivor.state_dict())
+    assert again.deal(members(2, 2)) == Ownership(5, 2)
+    assert again.deal(members(2, 3, reformed=True)) == Ownership(9, 2)
+
+
+@pytest.mark.parametrize("ending", ["dropped", "reset", "reset within a pass"])
+def test_workers_end_with_their_loader_or_job(ending):
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    model = resilin.AdaptiveDataParallel(net, optimizer, rule="linear")
+    loader = resilin.AdaptiveDataLoader(torch.ones(32, 1), batch_size=4, num_workers=2)
+    # The garbage collector would wait 5 s for each worker: it must not be needed.
+    gc.disable()
+    try:
+        steps = iter(loader)
+        for x in itertools.islice(steps, 3):
+            model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(multiprocessing.active_children()) == 2
+        if ending == "reset within a pass":
+            resilin.reset_job()
+            with pytest.raises(RuntimeError, match=r"a job that reset_job\(\) has ended"):
+                next(steps)
+        else:
+            del steps
+            if ending == "reset":
+                resilin.reset_job()
+            else:
+                del loader
+        assert multiprocessing.active_children() == []
+    finally:
+        gc.enable()

@@ -132,7 +132,7 @@ def test_factors_are_applied_and_taken_back():
 
 
 def test_weight_decay_scales_only_where_it_acts_through_the_learning_rate():
-    from resilin.training.optimizer import applied
+    from resilin.training.gates.optimizer import applied
 
     for kind, scaled in (
         (torch.optim.SGD, True),

@@ -16,6 +16,8 @@ from tests.training.recovery_job import NUM_SAMPLES
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("recovery_job.py")
 pytestmark = pytest.mark.timeout(180)
+# The path of the tests stays: workers must train with the resilin that is tested.
+PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 @contextmanager
@@ -24,7 +26,7 @@ def agent(folder, *arguments, workers=2, warm=False, **env):
     module = ["resilin.cli", "run", "--warm"] if warm else ["torch.distributed.run"]
     command = [sys.executable, "-m", *module, "--standalone"]
     command += ["--nproc-per-node", str(workers), "--max-restarts", "3", str(JOB), str(folder)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RESILIN_LOG": "INFO"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH, "RESILIN_LOG": "INFO"}
     environ.update(
         {"RESILIN_MEMORY_DIR": str(folder / "memory"), "GLOO_SOCKET_IFNAME": "lo", **env}
     )
@@ -80,7 +82,7 @@ def alive(pid):
 def expected(tmp_path_factory):
     """What the job comes to in one process that nobody disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": PATH}
     subprocess.run([sys.executable, str(JOB), str(folder)], check=True, timeout=60, env=environ)
     return json.loads((folder / "result-0").read_text())
 
@@ -104,7 +106,7 @@ def test_a_killed_worker_costs_no_completed_step(tmp_path, expected, warm):
         assert began >= done - 1
         assert process.wait(timeout=60) == 0, (tmp_path / "log").read_text()
     log = (tmp_path / "log").read_text()
-    assert f"2 replicas go on from step {began} (memory)" in log
+    assert f"resumed 2 replicas at step {began} from memory" in log
     assert_same(json.loads((tmp_path / "result-1").read_text()), expected)
     # A job that is done gives its memory back.
     assert list((tmp_path / "memory").iterdir()) == []

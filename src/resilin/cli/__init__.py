@@ -1,8 +1,8 @@
-"""The command `resilin`: what a person types to run a job, to look at it, and to study it.
+"""The command `resilin`: run a job, watch it, and study it.
 
-A command is a module with `parser()`, which says what it takes, and `main(arguments) -> exit code`.
-It is imported when it is asked for: `resilin --help` answers without loading torch. Nothing
-imports this room.
+A command is a module with `parser()`, which defines its arguments, and `main(arguments) -> exit
+code`. It is imported only when it is called, so `resilin --help` does not load torch. Nothing else
+imports this package.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from resilin import __version__
 GROUPS = {
     "run a job": {
         "run": "start this machine's part of an elastic job",
-        "demo": "see a job lose a worker and go on",
+        "demo": "watch a job lose a worker and resume",
         "replay": "run a script while its batch size, or its machines, follow a trace",
     },
     "look at a run": {
-        "top": "show a run while it goes",
-        "report": "make one page with the charts of a run, or of several",
+        "top": "show a run while it is running",
+        "report": "write one page with the charts of one or several runs",
     },
     "study": {
         "compare": "compare scaling rules under traces, over several seeds",
         "trace": "make, check, plot and convert traces",
-        "plan": "say how a global batch is split over numbers of replicas",
+        "plan": "show how a global batch is split over different numbers of replicas",
     },
     "prepare a machine": {
         "doctor": "check whether this machine can take part in a job",
-        "store": "hold the meeting point of jobs on a machine that stays",
-        "completion": "print what makes a shell complete this command",
+        "store": "serve the rendezvous of jobs on a machine that stays up",
+        "completion": "print the shell completion script for this command",
     },
 }
-"""What commands are for, and those that are for it."""
+"""The commands, grouped by purpose."""
 COMMANDS = {name: purpose for group in GROUPS.values() for name, purpose in group.items()}
-"""The name of each command, which is its module, and what it does."""
+"""Name of each command (also the name of its module), and its purpose."""
 EXIT_CODES = {
-    "0": "did what it was asked for",
-    "1": "tried and failed; standard error says why",
+    "0": "success",
+    "1": "failure; standard error says why",
     "2": "wrong usage",
-    "130": "interrupted with Ctrl-C; top is ended in that way, and returns 0",
+    "130": "interrupted with Ctrl-C (except top, which returns 0)",
     "128+N": "signal N stopped the job (run)",
-    "other": "the script's own (replay)",
+    "other": "exit code of the script (replay)",
 }
-"""What commands return."""
+"""Exit codes of all commands."""
 PIPE_CLOSED = 141
-"""Exit code where whatever read the output went away first: 128 and SIGPIPE, as of other tools."""
+"""Exit code when the reader of the output closed the pipe: 128 + SIGPIPE, as in other tools."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """What comes before the name of a command, with a help that lists the commands."""
+    """The top-level parser, with a help that lists the commands."""
     width = max(map(len, COMMANDS))
     lines = []
     for group, commands in GROUPS.items():
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         lines += [f"  {name:{width}}  {purpose}" for name, purpose in commands.items()]
         lines += [""]
     lines += ["exit codes:", *(f"  {code:<{width}}  {text}" for code, text in EXIT_CODES.items())]
-    lines += ["", "resilin COMMAND --help says what a command takes, with an example."]
+    lines += ["", "resilin COMMAND --help lists the options of a command, with an example."]
     ours = argparse.ArgumentParser(
         prog="resilin",
         usage="resilin COMMAND [arguments]",
@@ -71,18 +71,18 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     ours.add_argument("--version", action="version", version=f"resilin {__version__}")
-    ours.add_argument("command", metavar="COMMAND", help="one of those below")
+    ours.add_argument("command", metavar="COMMAND", help="one of the commands below")
     ours.add_argument(
-        "arguments", metavar="...", nargs=argparse.REMAINDER, help="what the command takes"
+        "arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the command"
     )
     return ours
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
-        arguments: What follows `resilin` on the command line; None takes it from the process.
+        arguments: Everything after `resilin` on the command line; None reads `sys.argv`.
 
     Returns:
         The exit code: see `EXIT_CODES`.
@@ -95,16 +95,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = ours.parse_args(arguments)
     if args.command not in COMMANDS:
         close = difflib.get_close_matches(args.command, COMMANDS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(COMMANDS)}"
+        hint = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(COMMANDS)}"
         ours.error(f"unknown command {args.command!r}; {hint}")
     try:
         code: int = import_module(f"resilin.cli.{args.command}").main(args.arguments)
-        # What is still buffered is part of the command: a closed pipe must not speak up later.
+        # Flush now, so that a closed pipe is noticed here and not at interpreter exit.
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The interpreter flushes once more at its end, and would complain.
+        # The interpreter flushes once more at exit, and would print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     return code

@@ -1,4 +1,4 @@
-"""`python -m resilin.cli`, for where the command itself is not on the path."""
+"""`python -m resilin.cli`, for use when the `resilin` command is not on the path."""
 
 import sys
 

@@ -1,11 +1,11 @@
-"""torchrun's agent, which also says what it does: one line for each thing that happened.
+"""torchrun's agent, with one log line for each thing that happens.
 
-The agent is torch's own, class and decisions. Added are the points at which it speaks, the names
-of the machines in a generation, and four decisions. A script that fails again and again without a
-new step is not restarted for ever. A worker that holds up the others is ended. Workers that have
-just been started are restarted when an agent of theirs is gone: while they meet, they would wait
-for one that never comes. And agents meet again when one of them goes while they deal out ranks,
-where torch's would end.
+The agent is torch's own class and keeps torch's decisions. This subclass adds log lines, the names
+of the machines in a generation, and four decisions. A script that fails repeatedly without
+completing a new step is not restarted forever. A worker that blocks the others is killed. Workers
+that have just started are restarted when one of their agents is gone: they would otherwise wait
+for a peer that never comes. And agents repeat the rendezvous when one of them disappears while
+ranks are being assigned, where torch's agent would exit.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,11 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from resilin.cli.errors import say
 from resilin.cli.hang import Local, Watchdog
+from resilin.compat.torch_agent import WrappedAgent, rendezvous_members
 from resilin.core.events import FaultEvent
 from resilin.core.lives import Lives
 from resilin.engine import environment
@@ -39,29 +40,29 @@ from resilin.telemetry.log import EventLog
 from resilin.telemetry.read import last_event
 
 STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
-"""Exit codes of a worker that was told to stop, without and with a handler of its own."""
+"""Exit codes of a worker that was asked to stop, without and with its own signal handler."""
 FORMING = 300.0
-"""Seconds from the start of the workers within which an agent that is gone has not just finished:
-torch's agents wait that long for each other in the end."""
+"""Seconds after the start of the workers within which a missing agent cannot simply have finished:
+torch's agents wait that long for each other at the end."""
 MAX_LINES = 8
-"""Workers of one failure that get a line each."""
+"""Largest number of workers that are listed for one failure, one line each."""
 ALONE = 30.0
-"""Seconds after which it is said that a worker has left while others go on: at the end of a job
-they do not leave at the same moment."""
+"""Seconds before an early exit is reported: at the end of a job, workers do not exit at the same
+moment."""
 
 
-class SpeakingAgent(LocalElasticAgent):
+class ReportingAgent(WrappedAgent):
     """The agent of one machine, which reports on standard error.
 
     Args:
         spec: The workers.
-        watchdog: Watches over the workers.
-        bound_fruitless: Whether a script that keeps failing without a new step is given up before
-            its restarts are used up.
-        farewell: Seconds for which the job is closed but still answers. Needed of the agent that
-            the others meet at: with it goes the store that tells them that the job is over.
-        args: What else torch's agent takes.
-        kwargs: As well.
+        watchdog: Watches the workers.
+        bound_fruitless: Whether to give up on a script that keeps failing without a new step
+            before its restarts are used up.
+        farewell: Seconds for which a closed job keeps answering. The agent that hosts the
+            rendezvous needs it: its store tells the other agents that the job is over.
+        args: Other arguments of torch's agent.
+        kwargs: Other keyword arguments of torch's agent.
     """
 
     def __init__(
@@ -85,16 +86,17 @@ class SpeakingAgent(LocalElasticAgent):
         self._left: dict[int, _Left] = {}
 
     def run(self, *args: Any, **kwargs: Any) -> RunResult:
-        """Runs until the job is over, and says how it ended."""
-        spec = self._worker_group.spec
+        """Run until the job is over, and report how it ended."""
+        spec = self.spec
         say(
             f"agent {os.getpid()} on {_host()} starts {_count(spec.local_world_size, 'worker')} "
-            f"in job {spec.rdzv_handler.get_run_id()}"
+            f"of job {spec.rdzv_handler.get_run_id()}"
         )
         result: RunResult | None = super().run(*args, **kwargs)
         if result is None:
-            # So ends a spare machine when the job is over. torch's launcher does not expect it.
-            say("the job ended without need of this machine")
+            # A spare machine ends this way when the job is over. torch's launcher does not expect
+            # None.
+            say("the job ended without needing this machine")
             return RunResult(state=WorkerState.SUCCEEDED)
         self._report_end(result)
         if self._farewell:
@@ -103,8 +105,8 @@ class SpeakingAgent(LocalElasticAgent):
         return result
 
     def _report_end(self, result: RunResult) -> None:
-        max_restarts = self._worker_group.spec.max_restarts
-        restarts = max_restarts - self._remaining_restarts
+        max_restarts = self.spec.max_restarts
+        restarts = max_restarts - self.remaining_restarts
         if not result.is_failed():
             say(f"finished after {_count(restarts, 'restart')}" if restarts else "finished")
         elif self._bound_fruitless and self._lives.hopeless:
@@ -118,28 +120,28 @@ class SpeakingAgent(LocalElasticAgent):
         else:
             say(f"gave up after {_count(restarts, 'restart')} (--max-restarts {max_restarts})")
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+    def around_rendezvous(self, stock: Callable[..., None], group: WorkerGroup) -> None:
+        """Run the rendezvous, and repeat it if an agent leaves before it is complete."""
         try:
-            super()._rendezvous(worker_group)
+            stock(group)
         except DistStoreError as error:
-            say(f"an agent has gone before the ranks were dealt out: meeting again ({error})")
-            # Each meeting has a time limit of its own, so this comes to an end.
-            self._rendezvous(worker_group)
+            say(f"an agent left before ranks were assigned: repeating the rendezvous ({error})")
+            # Each rendezvous has its own time limit, so this recursion ends.
+            self.around_rendezvous(stock, group)
 
-    def _assign_worker_ranks(
-        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    def around_ranks(
+        self, stock: Callable[..., list[Worker]], store: Any, rank: int, size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        # Nobody has its ranks before all agents have come by the store: what each wrote before is
-        # there for all of them after.
-        store.set(f"resilin/machine/{group_rank}", _host())
-        workers: list[Worker] = super()._assign_worker_ranks(
-            store, group_rank, group_world_size, spec
-        )
-        keys = [f"resilin/machine/{rank}" for rank in range(group_world_size)]
-        # Agents of a plain torchrun leave no name.
+        """Assign ranks, and report machines that have joined or left."""
+        # No agent gets its ranks before all have reached the store, so everything written before
+        # this point is visible to all of them afterwards.
+        store.set(f"resilin/machine/{rank}", _host())
+        workers = stock(store, rank, size, spec)
+        keys = [f"resilin/machine/{other}" for other in range(size)]
+        # Agents of a plain torchrun write no name.
         if store.check(keys):
             names = [name.decode() for name in store.multi_get(keys)]
-            self._report_machines(names, records=group_rank == 0)
+            self._report_machines(names, records=rank == 0)
         return workers
 
     def _report_machines(self, names: list[str], *, records: bool) -> None:
@@ -148,18 +150,18 @@ class SpeakingAgent(LocalElasticAgent):
             for name in sorted(now | before):
                 change = now.get(name, 0) - before.get(name, 0)
                 if change:
-                    # Two agents of one machine have one name.
+                    # Two agents on one machine share its name.
                     say(f"{name} {'joined' if change > 0 else 'left'}")
-                if change < 0 and records:  # all agents see it, and one writes it down
+                if change < 0 and records:  # all agents see it, one records it
                     self._record("machine_left", f"{name} left")
         self._machines = now
 
     def _record(self, kind: str, detail: str, replica: int | None = None) -> None:
-        """Writes a fault down among the events of the run, if these are."""
+        """Write a fault to the event log of the run, if there is one."""
         directory = os.environ.get(environment.RUN_DIR, environment.OFF)
         if directory == environment.OFF:
             return
-        # The agent does not train: how far the job has come, it knows from the others' events.
+        # The agent does not train: it takes step and generation from the latest event of a worker.
         last = last_event(directory)
         log = EventLog(directory, f"agent-{_host()}-{os.getpid()}")
         log.write(
@@ -174,38 +176,40 @@ class SpeakingAgent(LocalElasticAgent):
         )
         log.close()
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def around_start(
+        self, stock: Callable[..., dict[int, Any]], group: WorkerGroup
+    ) -> dict[int, Any]:
+        """Starts the workers, and watches over them."""
         self._watchdog.forget()
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+        pids = stock(group)
         self._started = time.monotonic()
         self._left = {}
         self._starts = {pid: process_start(pid) for pid in pids.values()}
         self._watchdog.begin(
             [
                 Local(worker.local_rank, worker.global_rank, pids[worker.local_rank])
-                for worker in worker_group.workers
+                for worker in group.workers
             ],
-            worker_group.workers[0].world_size,
+            group.workers[0].world_size,
         )
-        ranks = [worker.global_rank for worker in worker_group.workers]
-        machines = _count(worker_group.group_world_size or 1, "agent")
-        say(
-            f"{_count(worker_group.workers[0].world_size, 'replica')} on {machines}, "
-            f"rank {ranks[0] if len(ranks) == 1 else f'{ranks[0]}-{ranks[-1]}'} here"
-        )
+        ranks = [worker.global_rank for worker in group.workers]
+        agents = _count(group.group_world_size or 1, "agent")
+        here = f"worker {ranks[0]} runs" if len(ranks) == 1 else _range(ranks) + " run"
+        say(f"{_count(group.workers[0].world_size, 'worker')} on {agents}; {here} here")
         return pids
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        # Looked at before torch looks: it stops the others as soon as one has failed.
-        self._note_leavers(worker_group)
-        result: RunResult = super()._monitor_workers(worker_group)
+    def around_monitor(self, stock: Callable[..., RunResult], group: WorkerGroup) -> RunResult:
+        """Check the workers, report failures, and kill workers that hang."""
+        # Checked before torch does: it stops the others as soon as one has failed.
+        self._note_leavers(group)
+        result = stock(group)
         if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED}:
             self._report_failure(result)
         elif result.state == WorkerState.HEALTHY:
             self._report_leavers(after=ALONE)
-            if self._misses_an_agent(worker_group):
+            if self._misses_an_agent(group):
                 say("an agent is gone: restarting the workers")
-                super()._restart_workers(worker_group)
+                self.restart_workers(group)
             else:
                 self._end_those_that_hang()
         return result
@@ -214,113 +218,102 @@ class SpeakingAgent(LocalElasticAgent):
         lifetime = time.monotonic() - self._started
         failures = _causes(result.failures)
         self._report_leavers()
-        if not failures:  # workers that hang in the kernel are alive, and cannot be killed
+        if not failures:  # workers stuck in the kernel are alive, and cannot be killed
             say(f"workers stopped responding after {lifetime:.1f} s")
             self._last_failure = "workers stopped responding"
         for rank, failure in failures[:MAX_LINES]:
-            say(f"rank {rank} {_ending(failure)} after {lifetime:.1f} s")
+            say(f"worker {rank} {_ending(failure)} after {lifetime:.1f} s")
             if failure.exitcode != RESTART:
-                self._record("worker_lost", f"rank {rank} {_ending(failure)}", rank)
+                self._record("worker_lost", f"worker {rank} {_ending(failure)}", rank)
         if len(failures) > MAX_LINES:
             say(f"and {len(failures) - MAX_LINES} more")
         for rank, failure in failures[:1]:
             error = self._watchdog.error(rank)
-            self._last_failure = f"rank {rank} {_ending(failure)}" + (f": {error}" * bool(error))
+            self._last_failure = f"worker {rank} {_ending(failure)}" + (f": {error}" * bool(error))
         if not any(failure.exitcode == RESTART for _, failure in failures):
             self._lives = self._lives.after(self._watchdog.life(lifetime))
         if self._bound_fruitless and self._lives.hopeless:
-            self._remaining_restarts = 0
+            self.remaining_restarts = 0
 
     def _end_those_that_hang(self) -> None:
-        """Ends the workers that hold up the others; torch then sees them fail, and restarts all."""
+        """Kill the workers that block the others; torch then sees them fail and restarts all."""
         held_up = self._watchdog.look()
         if held_up is None:
             return
         found, workers = held_up
         for worker in workers:
-            detail = f"rank {worker.rank} made no progress for {found.quiet:.0f} s"
+            detail = f"worker {worker.rank} made no progress for {found.quiet:.0f} s"
             self._record("worker_hung", detail, worker.rank)
         ranks = ", ".join(str(worker.rank) for worker in workers)
-        which = f"rank {ranks}" if len(workers) == 1 else f"ranks {ranks}"
-        say(f"killing {which}, to restart the workers")
+        which = f"worker {ranks}" if len(workers) == 1 else f"workers {ranks}"
+        say(f"killing {which} to restart all workers")
         self._watchdog.kill(workers)
 
-    def _note_leavers(self, worker_group: WorkerGroup) -> None:
-        """Notes workers that are done while others are not, as far as can be known."""
+    def _note_leavers(self, group: WorkerGroup) -> None:
+        """Note workers that have exited while others have not, as far as can be known."""
         now = time.monotonic()
         told = {worker.rank for worker in self._watchdog.left()}
-        for worker in worker_group.workers:
+        for worker in group.workers:
             rank, pid = worker.global_rank, worker.id
             gone = rank in told or process_gone(pid, self._starts.get(pid))
             if gone and rank not in self._left:
                 self._left[rank] = _Left(pid, worker.local_rank, now)
 
     def _report_leavers(self, *, after: float = 0.0) -> None:
-        """Says who left with exit code 0, at least so many seconds ago, before the others did."""
+        """Report workers that exited with 0 before the others, at least `after` seconds ago."""
         now = time.monotonic()
         for rank, left in sorted(self._left.items()):
             too_early = now - left.when < after
-            if left.said or too_early or self._exit_code(left.local_rank) != 0:
+            if left.said or too_early or self.exit_code(left.local_rank) != 0:
                 continue
             left.said = True
             when = left.when - self._started
-            text = f"rank {rank} (process {left.pid}) left with exit code 0 after {when:.1f} s"
+            text = f"worker {rank} (process {left.pid}) exited with code 0 after {when:.1f} s"
             say(f"{text}, while other workers were still running")
             self._record("worker_left", text, rank)
 
-    def _exit_code(self, local_rank: int) -> int | None:
-        """The exit code of a worker; None while it has none, or where torch keeps it elsewhere."""
-        # torch says nothing of workers that ended well before all have, and these have no public
-        # name: a process of subprocess for each of them, or with --warm one of multiprocessing.
-        handlers = getattr(self._pcontext, "subprocess_handlers", None)
-        if handlers is not None:
-            code: int | None = handlers[local_rank].proc.poll()
-            return code
-        if local_rank in getattr(self._pcontext, "_return_values", {}):
-            return 0  # its script has ended; its process waits for those of the others
-        started = getattr(self._pcontext, "_pc", None)
-        return None if started is None else started.processes[local_rank].exitcode
+    def _misses_an_agent(self, group: WorkerGroup) -> bool:
+        """Whether an agent left this generation while it was forming, and none waits to join.
 
-    def _misses_an_agent(self, worker_group: WorkerGroup) -> bool:
-        """Whether somebody has left this generation while it is young, and nobody waits to join.
-
-        Later on workers notice by themselves, or are being told by agents that wait.
+        Later the workers notice it themselves, or a waiting agent triggers the restart.
         """
-        # torch asks its rendezvous who waits each time, and so keeps this up to date; it has no
-        # public name. Rendezvous of other kinds have nothing like it.
-        holder = getattr(worker_group.spec.rdzv_handler, "_state_holder", None)
-        if holder is None or time.monotonic() - self._started > FORMING:
+        members = rendezvous_members(group.spec.rdzv_handler)
+        if members is None or time.monotonic() - self._started > FORMING:
             return False
-        state = holder.state
-        members = worker_group.group_world_size or 1
-        return len(state.participants) < members and not state.wait_list
+        present, waiting = members
+        return present < (group.group_world_size or 1) and not waiting
 
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if worker_group.state == WorkerState.HEALTHY:
-            say("another agent waits to join: restarting the workers")
+    def around_restart(self, stock: Callable[..., None], group: WorkerGroup) -> None:
+        """Restart the workers, and report the reason."""
+        if group.state == WorkerState.HEALTHY:
+            say("another agent is waiting to join: restarting the workers")
         else:
-            spec = worker_group.spec
-            number = spec.max_restarts - self._remaining_restarts
+            spec = group.spec
+            number = spec.max_restarts - self.remaining_restarts
             say(f"restarting the workers (restart {number} of {spec.max_restarts})")
-        super()._restart_workers(worker_group)
+        stock(group)
 
 
 @dataclass
 class _Left:
-    """A worker that is done."""
+    """A worker that has exited before the others."""
 
     pid: int
-    """Its process."""
+    """Its process id."""
     local_rank: int
-    """Which of the agent's."""
+    """Its number among the workers of this agent."""
     when: float
-    """When that was seen."""
+    """Time at which it was noticed, on the monotonic clock."""
     said: bool = False
-    """Whether it was named."""
+    """Whether it was reported."""
 
 
 def _host() -> str:
     return socket.gethostname()
+
+
+def _range(ranks: list[int]) -> str:
+    return f"workers {ranks[0]}-{ranks[-1]}"
 
 
 def _count(number: int, noun: str) -> str:
@@ -328,14 +321,14 @@ def _count(number: int, noun: str) -> str:
 
 
 def _causes(failures: dict[int, ProcessFailure]) -> list[tuple[int, ProcessFailure]]:
-    """The failures by time, without those of workers that the agent stopped because of others."""
+    """The failures in order of time, without workers that the agent itself stopped."""
     by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
     return [item for item in by_time if item[1].exitcode not in STOPPED] or by_time
 
 
 def _ending(failure: ProcessFailure) -> str:
     if failure.exitcode == RESTART:
-        how = f"asked to be started again (code {RESTART})"
+        how = f"asked for a restart (code {RESTART})"
     elif failure.exitcode < 0:
         how = f"was killed by {failure.signal_name()}"
     else:

@@ -1,7 +1,7 @@
-"""The checks of the machine itself: packages, processes that can meet, names, ports and limits.
+"""Checks of the machine: packages, process groups, host name, ports and limits.
 
-A check is a function from the options to one finding. It does the thing itself where it can: two
-processes form a group, a port is bound, the name of the machine is looked up.
+A check is a function from the options to one finding. Where possible it tries the real thing: two
+processes form a group, a port is bound, the host name is resolved.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import tempfile
 
 from resilin.cli.finding import Finding, Options, installed
 
-MIN_VERSIONS = {"torch": (2, 6), "numpy": (1, 26)}
-"""The packages that are needed, and from which version on."""
+MIN_VERSIONS = {"torch": (2, 13), "numpy": (1, 26)}
+"""Required packages and their lowest supported versions."""
 MIN_OPEN_FILES = 4096
-"""Workers of data loaders pass tensors as open files, a few for each batch on its way."""
+"""Open files below which a limit is worth a warning: workers of data loaders pass tensors as open
+files, a few for each batch in flight."""
 PAIR_TIMEOUT = 60
 """Seconds for two processes to import torch and form a group."""
 PAIR = """
@@ -33,7 +34,7 @@ dist.all_reduce(ones)
 assert ones.item() == 2, ones
 dist.destroy_process_group()
 """
-"""What each of the two runs."""
+"""Program of each of the two processes."""
 
 
 def python(options: Options) -> Finding:
@@ -42,7 +43,7 @@ def python(options: Options) -> Finding:
 
 
 def packages(options: Options) -> Finding:
-    """What resilin is built on."""
+    """The packages that resilin is built on."""
     found, old = [], []
     for name, minimum in MIN_VERSIONS.items():
         version = installed(name)
@@ -58,7 +59,7 @@ def packages(options: Options) -> Finding:
 
 
 def backends(options: Options) -> Finding:
-    """What torch.distributed was built with, and the accelerators."""
+    """Backends of this build of torch.distributed, and accelerators."""
     import torch
     import torch.distributed as dist
 
@@ -71,7 +72,7 @@ def backends(options: Options) -> Finding:
     present = [name for name, is_present in built.items() if is_present]
     found = f"{', '.join(present) or 'none'}; CUDA devices: {gpus}"
     if not built["gloo"]:
-        advice = "install a build of torch with gloo: without it, processes on CPUs cannot meet"
+        advice = "install a build of torch with gloo: without it, CPU processes cannot form a group"
         return Finding(verdict="fail", found=found, advice=advice)
     if gpus and not built["nccl"]:
         advice = "install a build of torch with NCCL: gloo moves gradients through the host"
@@ -80,7 +81,7 @@ def backends(options: Options) -> Finding:
 
 
 def group(options: Options) -> Finding:
-    """Two processes of this machine that sum a tensor."""
+    """Two processes on this machine that sum a tensor."""
     with tempfile.TemporaryDirectory() as scratch:
         url = f"file://{scratch}/store"
         pair = [
@@ -111,17 +112,17 @@ def group(options: Options) -> Finding:
 
 
 def ports(options: Options) -> Finding:
-    """Free ports, which the machines of a job meet at."""
+    """Free ports, which the rendezvous of a job needs."""
     with socket.socket() as first, socket.socket() as second:
         for listener in (first, second):
             listener.bind(("", 0))
             listener.listen()
-        found = f"the system gives free ports, such as {first.getsockname()[1]}"
+        found = f"free ports are available, such as {first.getsockname()[1]}"
     return Finding(verdict="ok", found=found)
 
 
 def hostname(options: Options) -> Finding:
-    """Whether the name that other machines get is this machine."""
+    """The host name given to other machines, which must resolve to this one."""
     name = socket.gethostname()
     advice = f"give {name} this machine's address in /etc/hosts, or use --local-addr ADDRESS"
     try:
@@ -133,13 +134,13 @@ def hostname(options: Options) -> Finding:
         return Finding(verdict="fail", found=found, advice=advice)
     found = f"{name} is {address[0]}"
     if str(address[0]).startswith(("127.", "::1")):
-        found += ", which is another machine's own address to that machine"
+        found += ", a loopback address that other machines cannot reach"
         return Finding(verdict="warn", found=found, advice=f"for several machines, {advice}")
     return Finding(verdict="ok", found=found)
 
 
 def store(options: Options) -> Finding:
-    """The switch of torch without which a job cannot grow."""
+    """The torch setting without which a job cannot grow."""
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     value = os.environ.get(name)
     if value in {None, "1"}:

@@ -20,63 +20,69 @@ from resilin.lab.replay import as_batches, read_trace
 from resilin.telemetry.extras import load
 
 NAMES = tuple(name for name in RULES if name != "legw")
-"""The rules that a name says all of; LEGW needs a warm-up."""
+"""The rules that can be chosen by name alone; LEGW needs a warm-up."""
 PICTURE = "compare.png"
-"""The picture in the directory of the comparison."""
+"""Name of the figure in the directory of the comparison."""
 EXAMPLE = f"""\
 example:
     resilin compare --rules constant,linear,sqrt,adascale --trace batches.csv \\
         --trace spot.csv --max-replicas 16 --local-bsz 8 --step-seconds 30 \\
         --seeds 5 examples/lab_digits.py --epochs 10
 
-  runs the script on each trace with each rule and each seed, and without a trace as the
-  reference. It prints a table; DIR has it as table.md and table.json, with {PICTURE}.
+  runs the script on each trace with each rule and each seed, and once per seed without a
+  trace as the reference. It prints a table; DIR holds it as table.md and table.json, with
+  {PICTURE}.
 
-The script records what is compared, after each evaluation: resilin.record(accuracy=...).
-{{seed}} in its arguments stands for the seed. Interrupted, the same command goes on.
-The exit code is 1 if a run failed; the others are run all the same.
+After each evaluation the script records the metric to compare: resilin.record(accuracy=...).
+{{seed}} in its arguments is replaced by the seed. After an interruption, the same command
+resumes the comparison. If a run fails, the other runs continue and the exit code is 1.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """The parser of the command."""
     ours = argparse.ArgumentParser(
         prog="resilin compare",
         description="Compares scaling rules under traces: the same script with each rule, trace\n"
-        "and seed, beside a reference that no trace disturbs. Options come before the\nscript.",
+        "and seed, against a reference that follows no trace. Options come before the\nscript.",
         usage="resilin compare --rules A,B --trace FILE [options] script.py [arguments]",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    ours.add_argument("script", metavar="script.py", help="What to run.")
+    ours.add_argument("script", metavar="script.py", help="Script to run.")
     ours.add_argument(
-        "arguments", metavar="...", nargs=argparse.REMAINDER, help="What the script is given."
+        "arguments", metavar="...", nargs=argparse.REMAINDER, help="Arguments of the script."
     )
     ours.add_argument(
         "--rules",
         required=True,
         metavar="A,B",
-        help=f"Rules to compare: {', '.join(NAMES)}, or module:NAME of your own, with the "
-        "directory of the script on the path.",
+        help=f"Rules to compare: {', '.join(NAMES)}, or module:NAME for your own rule; the "
+        "directory of the script is on the path.",
     )
     ours.add_argument(
         "--trace",
         required=True,
         action="append",
         metavar="FILE",
-        help="A CSV file: step,batchsize or time,replicas. May be given again.",
+        help="CSV file with the header step,batchsize or time,replicas. May be repeated.",
     )
     ours.add_argument(
         "--seeds", type=values.count, default=5, metavar="N", help="Seeds 0 to N - 1 (5)."
     )
-    ours.add_argument("--metric", help="What to compare, if the script records several things.")
-    ours.add_argument("--unit", help="Unit of the metric, for the picture.")
+    ours.add_argument("--metric", help="Metric to compare, if the script records several.")
+    ours.add_argument("--unit", help="Unit of the metric, for the figure.")
     ours.add_argument(
-        "--jobs", type=values.count, metavar="N", help="Runs at a time. Default: one per core."
+        "--jobs",
+        type=values.count,
+        metavar="N",
+        help="Number of parallel runs. Default: one per core.",
     )
-    ours.add_argument("--out", metavar="DIR", help="Default: resilin-runs/compare-SCRIPT.")
     ours.add_argument(
-        "--again", action="store_true", help="Remove the results that are in DIR, and begin anew."
+        "--out", metavar="DIR", help="Output directory. Default: resilin-runs/compare-SCRIPT."
+    )
+    ours.add_argument(
+        "--again", action="store_true", help="Remove the results in DIR and start over."
     )
     add_trace_options(ours)
     tables.add_json_option(ours)
@@ -85,13 +91,13 @@ def parser() -> argparse.ArgumentParser:
 
 @user_errors
 def main(arguments: Sequence[str]) -> int:
-    """Runs a comparison, or what is left of it.
+    """Run a comparison, or the rest of an interrupted one.
 
     Returns:
         1 if a run failed, else 0.
     """
     args = parser().parse_args(arguments)
-    # Asked for before an hour of runs, not behind it.
+    # Checked before an hour of runs, not after it.
     load("matplotlib", "lab", "resilin compare")
     script = launch.check_script(args.script)
     grid = Grid(
@@ -115,7 +121,7 @@ def main(arguments: Sequence[str]) -> int:
         say(f"{failure.cell.place} {failure.reason}; the end of its log:")
         for line in failure.log.splitlines():
             say(f"  {line}")
-    say(f"table and picture are in {grid.out}")
+    say(f"wrote the table and the figure to {grid.out}")
     return int(bool(comparison.failures))
 
 
@@ -124,7 +130,9 @@ def _traces(args: argparse.Namespace) -> dict[str, BatchTrace]:
     for path in args.trace:
         name = Path(path).stem
         if name in traces:
-            raise ValueError(f"two traces are called {name!r}, which names their results: {path}")
+            raise ValueError(
+                f"two traces are named {name!r}, and results are stored under that name: {path}"
+            )
         trace = read_trace(path, end=args.end, restarts=args.restarts)
         traces[name] = as_batches(
             trace,
@@ -137,7 +145,7 @@ def _traces(args: argparse.Namespace) -> dict[str, BatchTrace]:
 
 
 def _draw(comparison: Comparison, unit: str | None, path: Path) -> None:
-    # matplotlib takes half a second to load, and `--help` has no use for it.
+    # matplotlib takes half a second to load, and `--help` does not need it.
     from resilin.lab import style
     from resilin.lab.compare_plots import draw
 

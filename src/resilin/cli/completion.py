@@ -1,6 +1,6 @@
-"""`resilin completion`: what makes a shell complete commands, options and their choices.
+"""`resilin completion`: shell completion of commands, options and their choices.
 
-The script is made from the very parsers of the commands, so it cannot fall behind them.
+The script is generated from the parsers of the commands, so it is always up to date.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from importlib import import_module
 from resilin import __version__
 from resilin.cli import COMMANDS
 from resilin.cli.errors import user_errors
+from resilin.compat.python_names import arguments_of, commands_of
 from resilin.telemetry.extras import load
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
-"""The shells that can be helped."""
+"""Supported shells."""
 FILES = ("FILE", "TRACE", "CAPACITY", "script.py")
-"""What stands for a file in a usage."""
+"""Metavars that stand for a file."""
 DIRECTORIES = ("DIR", "RUN_DIR", "DIR|off")
-"""What stands for a directory there."""
+"""Metavars that stand for a directory."""
 EPILOG = """\
 examples:
   eval "$(resilin completion bash)"                            # this shell, until it ends
@@ -33,20 +34,20 @@ It needs shtab: pip install 'resilin[lab]'.
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """The parser of the command."""
     ours = argparse.ArgumentParser(
         prog="resilin completion",
         description="Prints a script that makes a shell complete commands, options and choices.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    ours.add_argument("shell", choices=SHELLS, help="Which shell.")
+    ours.add_argument("shell", choices=SHELLS, help="Shell to complete in.")
     return ours
 
 
 @user_errors
 def main(arguments: Sequence[str]) -> int:
-    """Prints the script.
+    """Print the completion script.
 
     Returns:
         0; 1 if shtab is missing.
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def whole() -> argparse.ArgumentParser:
-    """All commands in one parser; only for looking at, as it imports each of them."""
+    """All commands in one parser; for inspection only, because it imports every command."""
     root = argparse.ArgumentParser(prog="resilin", description="Elastic PyTorch training.")
     root.add_argument("--version", action="version", version=__version__, help="the version")
     commands = root.add_subparsers(dest="command", metavar="COMMAND")
@@ -79,12 +80,11 @@ def whole() -> argparse.ArgumentParser:
 def _mark(
     parser: argparse.ArgumentParser, *, files: dict[str, str], directories: dict[str, str]
 ) -> None:
-    """Says which arguments are paths: by what stands for them in the usage."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                _mark(command, files=files, directories=directories)
-        elif action.metavar in FILES:
+    """Mark the arguments that are paths, recognised by their metavar."""
+    for action in arguments_of(parser):
+        for command in commands_of(action):
+            _mark(command, files=files, directories=directories)
+        if action.metavar in FILES:
             action.complete = files  # type: ignore[attr-defined]
         elif action.metavar in DIRECTORIES:
             action.complete = directories  # type: ignore[attr-defined]

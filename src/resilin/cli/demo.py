@@ -1,6 +1,6 @@
-"""`resilin demo`: a job that loses a worker on purpose and goes on, in one command.
+"""`resilin demo`: a job that loses a worker on purpose and resumes, in one command.
 
-It is `resilin run --warm` with a script that comes along, `demo_job.py`.
+It is `resilin run --warm` with a script that is part of the package, `demo_job.py`.
 """
 
 from __future__ import annotations
@@ -17,35 +17,39 @@ EPILOG = f"""\
 example:
   resilin demo --nproc 3 --kill-at 100
 
-Trains a small network on data made on the spot. At step {KILL_AT} one worker is killed with
-SIGKILL; the others and a new one go on behind the last completed step, and each sample is still
-used once per epoch. The exit code is 1 if it is not.
+Trains a small network on generated data. At step {KILL_AT} one worker is killed with SIGKILL; all
+workers are restarted and resume after the last completed step, and each sample is still used
+exactly once per epoch. The exit code is 1 if a sample was lost or repeated.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """The parser of the command."""
     ours = argparse.ArgumentParser(
         prog="resilin demo",
-        description="Trains on this machine, kills one of its own workers, and goes on.",
+        description="Trains on this machine, kills one of its own workers, and resumes.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     ours.add_argument(
-        "--nproc", type=values.count, default=2, metavar="N", help="Workers (default: %(default)s)."
+        "--nproc",
+        type=values.count,
+        default=2,
+        metavar="N",
+        help="Number of workers (default: %(default)s).",
     )
     ours.add_argument(
         "--kill-at",
         type=values.count,
         default=KILL_AT,
         metavar="STEP",
-        help="When the last of them is killed (default: %(default)s, of 225 steps).",
+        help="Step at which the last worker is killed (default: %(default)s, of 225 steps).",
     )
     return ours
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the job; the exit code is that of `resilin run`."""
+    """Run the job; the exit code is that of `resilin run`."""
     args = parser().parse_args(arguments)
     from resilin.cli import run
 

@@ -1,8 +1,8 @@
-"""A run that survives the loss of a worker: what `resilin demo` starts.
+"""The script of `resilin demo`: a run that survives the loss of a worker.
 
-It is a script like any other, on data made on the spot. At step `--kill-at` its last replica kills
-itself, as a machine would take it away. The workers are started again, and go on behind the last
-step that all of them had completed, from the memory of the host.
+It is an ordinary script, on generated data. At step `--kill-at` the last replica kills itself, as
+if its machine had been taken away. The workers are restarted and resume after the last step that
+all of them had completed, from the copy in the memory of the machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SAMPLES, CLASSES, FEATURES, EPOCHS = 1800, 10, 64, 4
 
 
 def main() -> None:
-    """Trains; one process or many."""
+    """Train with any number of processes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kill-at", type=int, default=None, metavar="STEP")
     kill_at = parser.parse_args().kill_at
@@ -40,7 +40,7 @@ def main() -> None:
     resilin.checkpoint_to(None, memory_every=1)
     began = resilin.resume()
     engine = resilin.current_job().engine
-    last = engine.replica == engine.num_replicas - 1
+    last = engine.membership.replica == engine.membership.num_replicas - 1
 
     for epoch in resilin.remaining_epochs_until(EPOCHS):
         stats = resilin.Accumulator()
@@ -59,7 +59,7 @@ def main() -> None:
             samples, accuracy = stats["samples"], stats["correct"] / stats["samples"]
         if samples != SAMPLES:
             raise RuntimeError(f"epoch {epoch} had {samples:.0f} samples instead of {SAMPLES}")
-        if engine.replica == 0:
+        if engine.membership.replica == 0:
             print(f"epoch {epoch}: {samples:.0f} samples, accuracy {accuracy:.3f}", flush=True)
 
 

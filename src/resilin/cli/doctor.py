@@ -1,6 +1,6 @@
-"""`resilin doctor`: tries what a job needs of this machine, and says what to do about the rest.
+"""`resilin doctor`: check whether this machine has what a job needs, with advice for the rest.
 
-All checks are run, whatever the first ones find.
+All checks run, whatever the first ones find.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ example:
   resilin doctor --checkpoint-dir s3://bucket/job
 
   ok    python      3.11.9
-  ok    packages    torch 2.6.0, numpy 2.1.0, fsspec 2024.6.1
+  ok    packages    torch 2.15.0, numpy 2.4.6, fsspec 2026.9.0
   warn  open files  at most 1024: data loaders with many workers need more
                     -> ulimit -n 65536
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """The parser of the command."""
     ours = argparse.ArgumentParser(
         prog="resilin doctor",
-        description="Tries what a job needs of this machine. Exits with 1 if anything failed.",
+        description="Checks what a job needs on this machine. The exit code is 1 if a check fails.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     ours.add_argument(
         "--checkpoint-dir",
         metavar="URL",
-        help=f"Where checkpoints are to go. Default: {environment.CHECKPOINT_DIR}.",
+        help=f"Directory or URL for checkpoints. Default: ${environment.CHECKPOINT_DIR}.",
     )
     tables.add_json_option(ours)
     return ours
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the findings.
+    """Print the findings.
 
     Returns:
         1 if a check failed, else 0.
@@ -89,5 +89,5 @@ def _run(check: Callable[[Options], Finding], options: Options) -> Finding:
         return Finding(
             verdict="fail",
             found=f"{type(error).__name__}: {error}",
-            advice="see to what the message names, and run the doctor again",
+            advice="fix what the message names, and run resilin doctor again",
         )

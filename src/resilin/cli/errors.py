@@ -1,8 +1,8 @@
-"""How a command tells a person that it cannot do what it was asked for: in one line.
+"""Errors of commands, printed as one line.
 
-A wrong value or a file that cannot be read is no fault of the program, and a traceback would only
-hide the sentence that matters. `RESILIN_LOG=DEBUG` shows where it came from all the same. Anything
-else that is raised is a fault of ours, and keeps its traceback.
+A wrong value or an unreadable file is not a bug, and a traceback would hide the sentence that
+matters. `RESILIN_LOG=DEBUG` prints the traceback anyway. Any other exception is a bug, and keeps
+its traceback.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from functools import wraps
 from resilin.core.text import clean
 
 Main = Callable[[Sequence[str]], int]
-"""What runs a command: from its arguments to the exit code."""
+"""The function of a command, from its arguments to the exit code."""
 
 
 DEEPEST = 40
-"""Spaces of indentation that a printed line keeps at most."""
+"""Largest indentation that a printed line keeps, in spaces."""
 
 
 def say(message: str) -> None:
-    """Prints one line for the person in front of the terminal, whatever is in the message.
+    """Print one line on standard error, with control characters removed from the message.
 
-    Spaces at the beginning are kept, up to `DEEPEST`: indentation is a part of stacks and logs.
+    Leading spaces are kept, up to `DEEPEST`: indentation is part of stacks and logs.
     """
     indent = min(len(message) - len(message.lstrip(" ")), DEEPEST)
     print(f"resilin: {' ' * indent}{clean(message)}", file=sys.stderr, flush=True)
 
 
 def told(error: BaseException) -> str:
-    """What an error says to a user: for a file, its name and what is wrong with it."""
+    """The message of an error for a user; for a file, its name and the reason."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
 
 
 def user_errors(main: Main) -> Main:
-    """Makes a command end with 1 and one line on standard error where the user can mend it.
+    """Turn errors that the user can fix into one line on standard error and exit code 1.
 
-    That is after a `ValueError`, an `OSError`, or an `ImportError`, which is an optional package
-    that is not there. A reader that went away (`BrokenPipeError`) is left to the caller.
+    These are `ValueError`, `OSError` and `ImportError` (a missing optional package). A closed pipe
+    (`BrokenPipeError`) is left to the caller.
     """
 
     @wraps(main)

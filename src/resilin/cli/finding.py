@@ -1,4 +1,4 @@
-"""What a check of the machine gets and gives, and what several of them ask."""
+"""Input and output of the checks of `resilin doctor`, and helpers that several of them use."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     verdict: Literal["ok", "warn", "fail"]
-    """`warn` is for what a job may run without, or slowly; `fail` for what it needs."""
+    """`warn`: a job runs, but may be slow or limited. `fail`: a job needs it."""
     found: str
-    """What was seen."""
+    """The observation."""
     advice: str = ""
-    """What to do about it."""
+    """The remedy, if one is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the checks are about."""
+    """Settings of the checks."""
 
     checkpoint_dir: str | None = None
-    """Where checkpoints are to go: a path or an fsspec URL."""
+    """Directory for checkpoints: a path or an fsspec URL."""
     memory_parent: Path
-    """Where the directories in memory are made."""
+    """Parent of the in-memory directories of jobs."""
 
 
 def installed(package: str) -> str | None:
@@ -42,6 +42,6 @@ def installed(package: str) -> str | None:
 
 
 def space(path: Path) -> str:
-    """How much room a file system has, in words."""
+    """Free and total space of a file system, as text."""
     usage = shutil.disk_usage(path)
     return f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"

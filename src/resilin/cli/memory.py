@@ -1,12 +1,12 @@
-"""The directory in memory that a job has on one machine: made, held while the job lives, removed.
+"""The in-memory directory of a job on one machine: created, locked while the job runs, removed.
 
-It is `<parent>/<run id>`, so that a job which is started again under its id finds what it left.
-Whoever runs the job holds a shared lock on the directory itself. The kernel drops the lock with
-the process, however that ended: a directory whose lock can be had for oneself alone belongs to
-nobody, with no process numbers to compare and no file to clean up.
+It is `<parent>/<run id>`, so a job that is started again under its id finds its state. Each agent
+of the job holds a shared lock on the directory itself. The kernel releases the lock with the
+process, however that ends: a directory that can be locked exclusively belongs to nobody, without
+process ids to compare or files to clean up.
 
-Agents of one job share the directory; those of two jobs with one id must not. They are told apart
-by where they meet, which each notes in a file beside the state.
+Agents of one job share the directory; two jobs with the same id must not. They are distinguished by
+their rendezvous endpoint, which each agent writes to a file beside the state.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from resilin.engine import environment
 from resilin.engine.processes import process_gone, process_start
 
 _AGENT = "agent-"
-"""How the files begin in which agents note where they meet."""
+"""Prefix of the files in which agents write their rendezvous endpoint."""
 
 
 class MemoryDirectory:
     """One job's directory on this machine, held from creation until `release`.
 
     Args:
-        parent: Where it is made.
-        run_id: The job; several agents of one job on a machine share the directory.
-        meeting: Where the agents of the job meet, as `host:port`. With port 0 nobody else can know
-            the place, so the job has but this agent.
+        parent: Directory in which it is created.
+        run_id: Id of the job; several agents of one job on a machine share the directory.
+        meeting: Rendezvous endpoint of the job, as `host:port`. With port 0 no other agent can
+            know it, so the job has only this agent.
 
     Raises:
-        ValueError: The id cannot name a directory, or a job of this id that meets elsewhere is
-            alive on this machine.
-        PermissionError: The directory belongs to somebody else.
+        ValueError: The id cannot name a directory, or a job with this id and another rendezvous
+            endpoint is running on this machine.
+        PermissionError: The directory belongs to another user.
     """
 
     def __init__(self, parent: Path, run_id: str, meeting: str = "localhost:0") -> None:
         if not re.fullmatch(r"[\w.:@+-]+", run_id) or run_id in {".", ".."}:
             raise ValueError(
-                f"the run id ({run_id!r}) names a directory: it must be made of letters, digits "
+                f"the run id ({run_id!r}) names a directory: it may contain only letters, digits "
                 "and . : @ + - _"
             )
         parent = parent.absolute()
         self.path = parent / run_id
         self._is_default = parent == environment.memory_parent()
         while True:
-            # An agent that ends may remove what is here at any moment before the lock is ours.
+            # An agent that exits may remove the directory at any moment before we hold the lock.
             with suppress(FileNotFoundError):
                 if self._is_default:
                     _make(parent)
@@ -72,7 +72,7 @@ class MemoryDirectory:
             raise
 
     def _refuse_others(self, run_id: str, meeting: str) -> None:
-        """Raises if a living agent of another job has the directory; removes notes of dead ones."""
+        """Raise if a live agent of another job uses the directory; remove files of dead agents."""
         for note in sorted(self.path.glob(f"{_AGENT}*")):
             pid = int(note.name.removeprefix(_AGENT))
             with suppress(FileNotFoundError, ValueError):
@@ -84,24 +84,23 @@ class MemoryDirectory:
         else:
             return
         raise ValueError(
-            f"job {run_id} is alive on this machine: process {pid}, which meets at "
-            f"{_named(other)}, keeps its state in {self.path}. This one (process {os.getpid()}) "
-            f"meets at {_named(meeting)}, so it is another job, and two jobs cannot have one id: "
-            "give it another --rdzv-id, or stop "
-            "the other one first"
+            f"job {run_id} is already running on this machine: process {pid}, with "
+            f"{_named(other)}, keeps its state in {self.path}. This agent (process {os.getpid()}) "
+            f"has {_named(meeting)}, so it belongs to another job, and two jobs cannot share an "
+            "id: choose another --rdzv-id, or stop the other job first"
         )
 
     @property
     def holds_state(self) -> bool:
-        """Whether there is anything in it but what agents noted."""
+        """Whether the directory holds anything but the files of agents."""
         return any(not each.name.startswith(_AGENT) for each in self.path.iterdir())
 
     def release(self, *, remove: bool) -> bool:
-        """Lets go of the directory.
+        """Release the directory.
 
         Args:
-            remove: Whether the state in it is needed no more. It stays all the same while another
-                agent holds it.
+            remove: Whether the state in it is no longer needed. It is kept while another agent
+                holds the directory.
 
         Returns:
             Whether it was removed.
@@ -111,27 +110,27 @@ class MemoryDirectory:
             with suppress(FileNotFoundError):
                 shutil.rmtree(self.path)
             if self._is_default:
-                with suppress(OSError):  # other jobs are there
+                with suppress(OSError):  # the directories of other jobs are in it
                     self.path.parent.rmdir()
         os.close(self._lock)
         return remove
 
 
 def _same_place(one: str, other: str) -> bool:
-    """Whether two agents meet at one place. Its name may be written in several ways."""
+    """Whether two endpoints are the same, by port: a host may have several names."""
     ports = {place.rpartition(":")[2] for place in (one, other)}
     return len(ports) == 1 and ports != {"0"}
 
 
 def _named(place: str) -> str:
-    return "a place of its own" if place.endswith(":0") else place
+    return "a private rendezvous" if place.endswith(":0") else f"rendezvous endpoint {place}"
 
 
 def abandoned(parent: Path) -> list[Path]:
-    """The directories of jobs that nothing on this machine belongs to any more.
+    """Directories of jobs that no longer have a process on this machine.
 
-    A worker may outlive its agent. Workers hold no lock, but were told the directory when they
-    were started, which only Linux lets us see.
+    A worker may outlive its agent. Workers hold no lock, but have the directory in their
+    environment, which is visible only on Linux.
     """
     if not parent.is_dir():
         return []
@@ -144,9 +143,9 @@ def abandoned(parent: Path) -> list[Path]:
 
 
 def _make(path: Path) -> None:
-    """Makes a directory for this user alone, or takes one that is."""
+    """Create a directory for this user alone, or accept an existing one."""
     path.mkdir(mode=0o700, exist_ok=True)
-    # Anybody may write to /dev/shm, hence may have made this name, or a link of it, before us.
+    # Anybody can write to /dev/shm, so another user may have created this name, or a link.
     status = path.lstat()
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise PermissionError(
@@ -172,11 +171,11 @@ def _lock_alone(descriptor: int) -> bool:
 
 
 def _told_to_processes() -> set[str]:
-    """The memory directories in the environments of this user's processes."""
+    """Memory directories named in the environments of this user's processes."""
     mark = f"{environment.MEMORY_DIR}=".encode()
     told = set()
     for file in Path("/proc").glob("[0-9]*/environ"):
-        # A process may end while it is looked at, and those of others cannot be read.
+        # A process may end while it is read, and those of other users cannot be read.
         with suppress(OSError):
             told |= {
                 os.fsdecode(entry.removeprefix(mark))

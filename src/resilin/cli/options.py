@@ -1,7 +1,7 @@
-"""The options of `resilin run`: torchrun's own parser, with other defaults and a few options more.
+"""Options of `resilin run`: torchrun's own parser, with other defaults and a few more options.
 
-So every option of the installed torch works. A setting of torchrun's environment (`PET_NNODES` and
-the like) goes before a default of ours.
+So every option of the installed torch works. An environment variable of torchrun (such as
+`PET_NNODES`) overrides a default of resilin.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from resilin.engine import environment
 from resilin.engine.environment import parse_every
 
 RENDEZVOUS = {"last_call_timeout": 2, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}
-"""How soon a machine is taken to be gone, and how long the others wait for more: seconds, seconds
-and a number of keep-alives. Measured: the table in docs/guides/cli.md."""
+"""Rendezvous settings: seconds to wait for more machines, seconds between keep-alives, and missed
+keep-alives after which a machine counts as gone. Measured: the table in docs/guides/cli.md."""
 STOP_SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -29,9 +29,10 @@ STOP_SIGNALS = (
     signal.SIGQUIT,
     signal.SIGUSR1,
 )
-"""What stops the job here after the workers have been told; SIGUSR1 is the notice of Slurm."""
+"""Signals that are passed to the workers and then stop the job; SIGUSR1 is the notice of Slurm."""
 HANG_TIMEOUT = 600
-"""Seconds without progress in a step; torch's own limit for a collective is three times that."""
+"""Default limit for a step without progress, in seconds; torch's own limit for a collective is
+three times that."""
 SHUTDOWN_TIMEOUT = 30
 """Seconds that workers have to save their state before they are killed."""
 
@@ -79,22 +80,22 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--memory-dir",
         metavar="DIR|off",
-        help="Directory for copies of the newest state in memory; each job makes its own in it. "
-        "Default: in /dev/shm.",
+        help="Directory for in-memory copies of the latest state; each job creates its own "
+        "subdirectory. Default: in /dev/shm.",
     )
     group.add_argument(
         "--run-dir",
         metavar="DIR|off",
-        help="Directory for the events of the run, which resilin top and resilin report read. "
+        help="Directory for the event log of the run, which resilin top and resilin report read. "
         "Default: resilin-runs/ID, with the id of the job.",
     )
     group.add_argument(
         "--hang-timeout",
         metavar="SECONDS|off",
-        help="Seconds that a step may go without progress. After that the worker that blocks the "
-        "others is named, and all workers are restarted. Outside of steps the limit is "
-        f"{PATIENCE:g} times as long, and it grows with the length of steps. Default: "
-        f"{environment.HANG_TIMEOUT}, or {HANG_TIMEOUT}.",
+        help="Longest time without progress within a step, in seconds. After that the worker that "
+        "blocks the others is reported and all workers are restarted. Outside of steps the limit "
+        f"is {PATIENCE:g} times as long; it also grows with the duration of steps. Default: "
+        f"${environment.HANG_TIMEOUT}, or {HANG_TIMEOUT}.",
     )
     defaults = {
         "nproc_per_node": "auto" if torch.accelerator.is_available() else "1",
@@ -105,15 +106,14 @@ def parser() -> argparse.ArgumentParser:
         "shutdown_timeout": SHUTDOWN_TIMEOUT,
         "signals_to_handle": ",".join(number.name for number in stop_signals()),
     }
-    # What stands in torchrun's environment was asked for. What this torch does not know, it does
-    # not read.
+    # Variables in torchrun's environment were set by the user. Unknown ones are never read.
     asked = {name for name in defaults if f"PET_{name.upper()}" in os.environ}
     ours.set_defaults(**{name: defaults[name] for name in defaults.keys() - asked})
     return ours
 
 
 def complete(args: argparse.Namespace) -> None:
-    """Fills in what depends on other options.
+    """Fill in the options that depend on others.
 
     Raises:
         ValueError: Options contradict each other, or one is missing.
@@ -126,29 +126,30 @@ def complete(args: argparse.Namespace) -> None:
     hang_timeout(args)
     if args.warm and (args.module or args.no_python or args.run_path):
         raise ValueError(
-            "--warm runs a Python script: it does not go with --module, --no-python or --run-path"
+            "--warm needs a Python script: it cannot be combined with --module, --no-python or "
+            "--run-path"
         )
     if args.standalone and args.rdzv_endpoint:
         raise ValueError(
-            f"--standalone is a job on this machine alone, but --rdzv-endpoint "
-            f"({args.rdzv_endpoint}) names a meeting point"
+            f"--standalone is a job on this machine alone: it cannot be combined with "
+            f"--rdzv-endpoint ({args.rdzv_endpoint})"
         )
-    args.standalone = False  # it is what happens without an endpoint, but for the id
+    args.standalone = False  # a job without an endpoint is standalone, except for the id
     if args.rdzv_backend == "c10d":
         if args.rdzv_endpoint:
             if args.nnodes is None:
                 raise ValueError(
-                    f"--rdzv-endpoint ({args.rdzv_endpoint}) needs --nnodes: how many machines "
-                    "may take part, such as 1:4"
+                    f"--rdzv-endpoint ({args.rdzv_endpoint}) needs --nnodes, the number of "
+                    "machines that may take part, such as 1:4"
                 )
-            # The same on all machines, and another one for another job.
+            # The same on all machines, and different for another job.
             args.rdzv_id = args.rdzv_id or re.sub(r"[^\w.-]", "-", args.rdzv_endpoint)
         else:
             args.nnodes = args.nnodes or "1:1"
             if torchrun.parse_min_max_nnodes(args.nnodes)[1] > 1:
                 raise ValueError(
                     f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT, where the machines "
-                    "find each other: one of them, and a free port there"
+                    "find each other: the name of one of them, and a free port on it"
                 )
             args.rdzv_endpoint = "localhost:0"
         defaults = ",".join(f"{key}={value}" for key, value in RENDEZVOUS.items())
@@ -158,10 +159,10 @@ def complete(args: argparse.Namespace) -> None:
 
 
 def hang_timeout(args: argparse.Namespace) -> float:
-    """Seconds without progress in a step after which a job is taken to be stuck; may be infinite.
+    """Seconds without progress in a step after which a job counts as hung; may be infinite.
 
     Raises:
-        ValueError: It is no number of seconds.
+        ValueError: The setting is not a number of seconds.
     """
     if args.hang_timeout is not None:
         return _hang_timeout("--hang-timeout", args.hang_timeout)
@@ -178,5 +179,5 @@ def _hang_timeout(name: str, text: str) -> float:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """What stops the job, without what this process was started to ignore, as under nohup."""
+    """Signals that stop the job, except those that this process ignores, as under nohup."""
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]

@@ -1,6 +1,6 @@
-"""`resilin plan`: how one global batch is split, for each number of replicas there may be.
+"""`resilin plan`: the split of one global batch for different numbers of replicas.
 
-The arithmetic is that of `resilin.core.plan`, which is what a job runs: the table is no estimate.
+The arithmetic is that of `resilin.core.plan`, which a job uses too: the table is exact.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from resilin.cli.errors import user_errors
 from resilin.core.plan import BatchBounds, BatchPlan, PlanError
 
 COUNTS = "1,2,4,8"
-"""The numbers of replicas that are shown unless others are asked for."""
+"""Default numbers of replicas in the table."""
 HEADER = (
     "replicas",
     "micro-batch",
@@ -27,25 +27,25 @@ HEADER = (
 """The columns of the table."""
 EPILOG = f"""\
 columns:
-  micro-batch   samples in one forward/backward; 42-43: nothing divides, sizes differ by one
-  accumulation  micro-batches that a replica runs, one after the other, in one step
+  micro-batch   samples in one forward/backward; 42-43: not divisible, sizes differ by one
+  accumulation  micro-batches that a replica runs one after the other in one step
   per replica   samples of a replica in one step
-  idle          replicas without samples: there are more of them than samples
-  work          samples that the busiest replica goes through, of those in the global batch
-  balance       mean over largest share: what is missing to 100% is spent waiting
+  idle          replicas without samples, because there are more replicas than samples
+  work          share of the global batch that the busiest replica processes
+  balance       mean share divided by largest share; the rest up to 100% is spent waiting
 
 example:
   resilin plan 256 --max-local 64 --replicas 1-4,8
 
 A global batch of 256 where 64 samples fit on a GPU. With one replica it is four micro-batches
 of 64, with four replicas one on each; the optimizer sees the same gradient in both.
-Without --replicas the table is for {COUNTS}. The exit code is 1 if no number of replicas in
-the table can be planned.
+Without --replicas the table shows {COUNTS}. The exit code is 1 if the batch cannot be split for
+any number of replicas in the table.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """The parser of the command."""
     ours = argparse.ArgumentParser(
         prog="resilin plan",
         description="Shows how one global batch is split into micro-batches for each number of "
@@ -77,13 +77,13 @@ def parser() -> argparse.ArgumentParser:
         "--max-batch",
         type=values.count,
         metavar="N",
-        help="Largest global batch that the job may choose. With --min-local it limits the "
-        "replicas.",
+        help="Largest global batch that the job may choose. Together with --min-local it limits "
+        "the number of replicas.",
     )
     ours.add_argument(
         "--no-accumulation",
         action="store_true",
-        help="One micro-batch per replica and step: fewer replicas cannot take over.",
+        help="Allow only one micro-batch per replica and step; too few replicas are then an error.",
     )
     tables.add_json_option(ours)
     return ours
@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
 
 @user_errors
 def main(arguments: Sequence[str]) -> int:
-    """Prints the table.
+    """Print the table.
 
     Returns:
         0; 1 if the batch cannot be split over any of the numbers of replicas.
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         print(tables.to_text(HEADER, [_cells(row) for row in rows]))
         if any(row["possible"] for row in rows):
-            print(f"\nEach row is the same step: {args.batch} samples, one mean gradient of them.")
+            print(f"\nEvery row is the same step: {args.batch} samples and their mean gradient.")
     return int(not any(row["possible"] for row in rows))
 
 

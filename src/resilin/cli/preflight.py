@@ -1,7 +1,7 @@
-"""What can be seen to fail before any worker is started: then it fails once, in one sentence.
+"""Checks before any worker is started, so that a certain failure is reported once, in one sentence.
 
-Workers that cannot find their script, or cannot open the place of their checkpoints, fail in each
-life. The agent would restart them until it gives up, and the reason would be in their tracebacks.
+Workers that cannot find their script, or cannot open their checkpoint directory, fail after every
+restart. The agent would restart them until it gives up, and bury the reason in their tracebacks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from resilin.engine import environment
 
 
 def check(args: argparse.Namespace) -> None:
-    """Checks the script and the place of the checkpoints.
+    """Check the script and the checkpoint directory.
 
     Raises:
-        OSError: The script is not there, or cannot be read.
+        OSError: The script does not exist, or cannot be read.
         ValueError: A module cannot be found; the file system of the checkpoints cannot be opened.
         ImportError: The package for that file system is not installed.
     """
@@ -40,7 +40,7 @@ def check(args: argparse.Namespace) -> None:
 def _check_script(script: str) -> None:
     path = Path(script)
     if path.is_dir():
-        # As Python does: a directory, or a zip file, is run by the `__main__.py` in it.
+        # As Python does: a directory or a zip file is run through its `__main__.py`.
         path = path / "__main__.py"
     if not path.exists():
         raise FileNotFoundError(f"there is no script {script!r} (looked in {Path.cwd()})")
@@ -49,7 +49,7 @@ def _check_script(script: str) -> None:
 
 
 def _check_module(module: str) -> None:
-    # Only its first part: to look for the rest would import it, here.
+    # Only its first part: looking for the rest would import it here.
     first = module.partition(".")[0]
     known = first in sys.builtin_module_names or first in sys.modules
     if not known and PathFinder.find_spec(first, [os.getcwd(), *sys.path]) is None:
@@ -57,20 +57,20 @@ def _check_module(module: str) -> None:
 
 
 def _check_url(url: str) -> None:
-    from resilin.training.checkpoint.storage import open_storage
+    from resilin.training.state.checkpoint.storage import open_storage
 
     try:
         open_storage(url)
     except ImportError as error:
         raise ImportError(
-            f"checkpoints cannot go to {url}: a package is missing ({error}); pip install it where "
-            "the job runs"
+            f"checkpoints cannot be written to {url}: a package is missing ({error}); install it "
+            "with pip where the job runs"
         ) from error
     except ValueError as error:
         raise ValueError(
-            f"checkpoints cannot go to {url}: {error} (a path, or a URL of a protocol that fsspec "
-            "knows)"
+            f"checkpoints cannot be written to {url}: {error} (use a path, or a URL with a "
+            "protocol that fsspec knows)"
         ) from error
     except Exception as error:
-        # Such as of a network, which may be there when the workers try.
-        say(f"{url} could not be opened here, workers will try ({type(error).__name__}: {error})")
+        # For example a network error, which may be over when the workers try.
+        say(f"{url} could not be opened; workers will try again ({type(error).__name__}: {error})")

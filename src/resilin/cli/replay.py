@@ -1,4 +1,4 @@
-"""`resilin replay`: a script under a trace, by accumulation or with processes that come and go."""
+"""`resilin replay`: run a script under a trace, by accumulation or with real processes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ examples:
   a batch-size trace (step,batchsize), on this machine alone:
     resilin replay batches.csv train.py --epochs 10
 
-  what 16 spot machines with 8 samples each would have done, by accumulation:
+  16 spot machines with 8 samples each, emulated by accumulation:
     resilin replay spot.csv --max-replicas 16 --local-bsz 8 --step-seconds 30 train.py
 
-  the same market with real processes that come and go, an hour in six seconds:
+  the same market with real processes that join and leave, one hour in six seconds:
     resilin replay spot.csv --processes --max-replicas 3 --speed 600 train.py
 
-The exit code is that of the script; 1 also if it did not take up the trace.
+The exit code is that of the script; 1 also if the script did not follow the trace.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """The parser of the command."""
     ours = argparse.ArgumentParser(
         prog="resilin replay",
         description="Runs a script built on resilin while its batch size, or the machines that\n"
@@ -39,74 +39,82 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    ours.add_argument("trace", metavar="TRACE", help="A CSV file: step,batchsize or time,replicas.")
-    ours.add_argument("script", metavar="script.py", help="What to run.")
     ours.add_argument(
-        "arguments", metavar="...", nargs=argparse.REMAINDER, help="What the script is given."
+        "trace", metavar="TRACE", help="CSV file with the header step,batchsize or time,replicas."
+    )
+    ours.add_argument("script", metavar="script.py", help="Script to run.")
+    ours.add_argument(
+        "arguments", metavar="...", nargs=argparse.REMAINDER, help="Arguments of the script."
     )
     ours.add_argument(
-        "--run-dir", metavar="DIR", help="Where events go. Default: resilin-runs/replay-TIME."
+        "--run-dir",
+        metavar="DIR",
+        help="Directory for the event log. Default: resilin-runs/replay-TIME.",
     )
-    ours.add_argument("--rule", help="Scaling rule in place of the script's: NAME or module:NAME.")
+    ours.add_argument("--rule", help="Scaling rule, overriding the script's: NAME or module:NAME.")
     ours.add_argument(
         "--seed",
         type=values.count_or_none,
-        help="Seed of the samples' order, where the script gives none, and of generators.",
+        help="Seed of the order of samples, unless the script sets one, and of random generators.",
     )
     add_trace_options(ours)
     ours.add_argument(
         "--replicas",
         type=values.count,
         metavar="N",
-        help="Processes on this machine that share each batch. Default: the plain script.",
+        help="Number of replicas on this machine that share each batch. Default: run the script "
+        "as one process.",
     )
     group = ours.add_argument_group("a capacity trace with real processes")
     group.add_argument(
         "--processes",
         action="store_true",
-        help="Start and stop agents of resilin run as the trace says.",
+        help="Start and stop agents of resilin run as the trace prescribes.",
     )
     group.add_argument(
-        "--speed", type=float, help="Seconds of the trace that pass in one. Default: 1."
+        "--speed", type=float, help="Seconds of the trace per real second. Default: 1."
     )
     return ours
 
 
 def add_trace_options(ours: argparse.ArgumentParser) -> None:
-    """How a trace is read, and how capacity becomes batch sizes."""
+    """Add the options for reading a trace and for turning capacity into batch sizes."""
     ours.add_argument(
-        "--end", choices=TRACE_ENDS, default="hold", help="What follows after the trace (hold)."
+        "--end",
+        choices=TRACE_ENDS,
+        default="hold",
+        help="Behaviour after the end of the trace (hold).",
     )
     ours.add_argument(
         "--restarts",
         choices=TRACE_RESTARTS,
         default="error",
-        help="What it means that the steps of a trace begin again at 0 (error).",
+        help="How to treat steps that restart at 0: reject them, or append them (error).",
     )
     group = ours.add_argument_group("a capacity trace turned into batch sizes")
     group.add_argument(
-        "--local-bsz", type=values.count, metavar="N", help="Samples of each replica in a step."
+        "--local-bsz", type=values.count, metavar="N", help="Samples per replica and step."
     )
     group.add_argument(
         "--step-seconds",
         type=values.seconds,
         metavar="TIME",
-        help="Time of the trace that a step takes.",
+        help="Duration of a step in the time of the trace.",
     )
     group.add_argument(
         "--max-replicas",
         type=values.count,
         metavar="N",
-        help="Map the counts of the trace onto at most N replicas.",
+        help="Scale the replica counts of the trace to at most N.",
     )
 
 
 @user_errors
 def main(arguments: Sequence[str]) -> int:
-    """Replays a trace.
+    """Replay a trace.
 
     Returns:
-        The exit code of the script, or 1 if it did not take up the trace.
+        The exit code of the script, or 1 if the script did not follow the trace.
     """
     ours = parser()
     args = ours.parse_args(arguments)
@@ -127,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
             name=args.trace,
         )
         run_dir = new_run_dir(args.run_dir)
-        say(f"events go to {run_dir}")
+        say(f"writing events to {run_dir}")
         return replay_batches(
             batches,
             args.script,
@@ -141,7 +149,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _with_processes(args: argparse.Namespace, trace: CapacityTrace) -> int:
     run_dir = new_run_dir(args.run_dir)
-    say(f"events, checkpoints and the logs of the machines go to {run_dir}")
+    say(f"writing events, checkpoints and the logs of the agents to {run_dir}")
     code = replay_capacity(
         trace,
         args.script,
@@ -154,7 +162,7 @@ def _with_processes(args: argparse.Namespace, trace: CapacityTrace) -> int:
         say=say,
     )
     if code:
-        say(f"the job failed; the end of {log_of(Path(run_dir), 0)}:")
+        say(f"the job failed; the last lines of {log_of(Path(run_dir), 0)}:")
         say("\n" + log_end(log_of(Path(run_dir), 0)))
     return code
 
@@ -164,25 +172,27 @@ def _check(
     args: argparse.Namespace,
     trace: BatchTrace | CapacityTrace,
 ) -> None:
-    """Refuses options that the trace, or the way to follow it, has no use for."""
+    """Reject options that do not apply to the trace or to the mode of replay."""
     sizes = {"--local-bsz": args.local_bsz, "--step-seconds": args.step_seconds}
     given = [name for name, value in sizes.items() if value is not None]
     if isinstance(trace, BatchTrace):
         given += [] if args.max_replicas is None else ["--max-replicas"]
         given += ["--processes"] if args.processes else []
         if given:
-            ours.error(f"{args.trace} has batch sizes: {', '.join(given)} is for capacity traces")
+            ours.error(
+                f"{args.trace} has batch sizes; only for capacity traces: {', '.join(given)}"
+            )
     if args.processes:
         given += [] if args.replicas is None else ["--replicas"]
         if given:
             ours.error(
-                f"--processes follows the trace with machines, so the script chooses its batch "
-                f"size, and {', '.join(given)} has no meaning"
+                f"with --processes the script chooses its batch size, so these options have no "
+                f"meaning: {', '.join(given)}"
             )
     elif args.speed is not None:
-        ours.error("--speed is for --processes: batch sizes go by steps, and not by time")
+        ours.error("--speed needs --processes: batch sizes follow steps, not time")
     elif isinstance(trace, CapacityTrace) and len(given) < 2:
         ours.error(
-            f"{args.trace} tells of replicas over time: give --local-bsz and --step-seconds for "
-            "batch sizes, or --processes for real processes"
+            f"{args.trace} has replicas over time: give --local-bsz and --step-seconds to turn "
+            "them into batch sizes, or --processes for real processes"
         )

@@ -1,4 +1,4 @@
-"""`resilin report`: what became of a run, as one file to look at and to send."""
+"""`resilin report`: one self-contained HTML file about a run."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from resilin.telemetry.extras import load
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of `resilin report`."""
+    """The parser of the command."""
     ours = argparse.ArgumentParser(
         prog="resilin report",
         description="Writes one self-contained HTML file about a run: batch size, replicas, gain, "
         "learning\nrate, goodput and loss over time, with rescales and faults marked. Several runs "
-        "share the\npictures, each from its own start.",
+        "share the\ncharts, each from its own start.",
         epilog="example:\n"
         "  resilin report runs/a                               # writes report.html\n"
-        "  resilin report runs/a runs/b --out ab.html --png ab # and the pictures as PNG\n"
-        "  resilin report runs/a --json                        # the summary, and no file\n",
+        "  resilin report runs/a runs/b --out ab.html --png ab # and the charts as PNG\n"
+        "  resilin report runs/a --json                        # only the summary, no file\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     ours.add_argument(
         "run_dirs",
         metavar="RUN_DIR",
         nargs="*",
-        help="Directory with the events of a run (default: the newest in resilin-runs).",
+        help="Directory with the events of a run (default: the latest in resilin-runs).",
     )
     ours.add_argument(
         "--out", metavar="FILE", help="The HTML file to write (default: report.html)."
     )
-    ours.add_argument("--png", metavar="DIR", help="Also write the pictures as PNG files there.")
+    ours.add_argument("--png", metavar="DIR", help="Also write the charts as PNG files to DIR.")
     ours.add_argument(
         "--json",
         action="store_true",
-        help="Print the summary as a JSON list; files are then written only where asked for.",
+        help="Print the summary as a JSON list; files are then written only if requested.",
     )
     return ours
 
 
 @user_errors
 def main(arguments: Sequence[str]) -> int:
-    """Writes a report.
+    """Write a report.
 
     Returns:
         0; 1 if a run cannot be read or a file cannot be written.
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     for run_dir, run in zip(args.run_dirs, runs, strict=True):
         if run.damage:
             say(
-                f"{run_dir}: {len(run.damage)} lines could not be read and are left out; the "
+                f"{run_dir}: {len(run.damage)} lines could not be read and were skipped; the "
                 f"first: {run.damage[0]}"
             )
     if args.json:

@@ -1,8 +1,8 @@
-"""`resilin run`: torchrun, arranged so that a job recovers fast and says what happens to it.
+"""`resilin run`: torchrun, set up so that a job recovers fast and reports what happens to it.
 
-What is started is torch's own agent, by torch's own launcher. Two things are arranged around it:
-the environment through which the processes of the job learn where their state is kept, and the
-directory in memory, which outlives workers and agents but not a job that is done.
+torch's own launcher starts torch's own agent. Two things are added: the environment variables that
+tell the processes of the job where their state is stored, and the in-memory directory, which
+outlives workers and agents but not a job that has finished.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from resilin.cli import preflight, warm
-from resilin.cli.agent import SpeakingAgent
+from resilin.cli.agent import ReportingAgent
 from resilin.cli.errors import say, told
 from resilin.cli.hang import Watchdog
 from resilin.cli.memory import MemoryDirectory
 from resilin.cli.options import complete, hang_timeout, parser, stop_signals
+from resilin.compat.torch_agent import use_agent
 from resilin.engine import environment
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""torch's switch, with 1, for a store of the workers' own: with the agents' one, a machine that
-joins later ends the job."""
+"""torch's setting that gives workers a separate store (1): with the store of the agents, a machine
+that joins later ends the job."""
 MAX_RESTARTS = 1000
-"""Restarts for failures. On each machine, the end of any other machine counts as one."""
+"""Default limit of restarts. On each machine, the loss of any other machine counts as one."""
 FAREWELL = 2.0
-"""Seconds for which a closed job still answers; machines that wait ask once a second."""
+"""Seconds for which a closed job keeps answering; waiting machines ask once a second."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs this machine's part of the job until it is over.
+    """Run this machine's part of the job until it is over.
 
     Returns:
-        0 if the job finished, 1 if it failed, 128 and the number of the signal that stopped it.
+        0 if the job finished, 1 if it failed, 128 + N if signal N stopped it.
     """
     ours = parser()
     args = ours.parse_args(arguments)
@@ -65,12 +66,12 @@ def main(arguments: Sequence[str]) -> int:
     except (OSError, ValueError, ImportError) as error:
         say(told(error))
         return 1
-    # A number that the user gave is kept to; ours is only the end of a long run of bad luck.
+    # A limit that the user sets is obeyed exactly; the default only bounds a long series of faults.
     bound = args.max_restarts is None
     args.max_restarts = MAX_RESTARTS if bound else args.max_restarts
     _quiet()
     for number in stop_signals():
-        # torch listens from the first start of the workers on; the wait for others comes before.
+        # torch installs its handlers with the first workers; the rendezvous comes before that.
         signal.signal(number, _stop)
     timeout = hang_timeout(args)
     memory: MemoryDirectory | None = None
@@ -78,12 +79,13 @@ def main(arguments: Sequence[str]) -> int:
     try:
         memory = prepare(args)
         os.environ[environment.PULSE_DIR] = _pulse_directory(memory)
-        # torch's launcher builds the agent by this name, and has no other place to put one in.
-        vars(launcher)["LocalElasticAgent"] = partial(
-            SpeakingAgent,
-            watchdog=Watchdog(Path(os.environ[environment.PULSE_DIR]), timeout),
-            bound_fruitless=bound,
-            farewell=FAREWELL if is_here(args.rdzv_endpoint) else 0,
+        use_agent(
+            partial(
+                ReportingAgent,
+                watchdog=Watchdog(Path(os.environ[environment.PULSE_DIR]), timeout),
+                bound_fruitless=bound,
+                farewell=FAREWELL if is_here(args.rdzv_endpoint) else 0,
+            )
         )
         config, entrypoint, arguments = torchrun.config_from_args(args)
         if args.warm:
@@ -98,20 +100,20 @@ def main(arguments: Sequence[str]) -> int:
         say(f"stopped by {stop.sigval.name}")
         code = 128 + stop.sigval
     except ChildFailedError:
-        pass  # the agent has said it
+        pass  # the agent has reported it
     except RendezvousClosedError:
         say(f"job {args.rdzv_id} is closed: it finished or failed on another machine")
     except RendezvousConnectionError:
         say(
-            f"no answer from {args.rdzv_endpoint}, where the machines of the job meet: the machine "
-            "that it names must take part, and be reachable from this one"
+            f"no answer from {args.rdzv_endpoint}, the rendezvous endpoint of the job: the machine "
+            "it names must take part, and be reachable from this one"
         )
     except Exception as error:
         if os.environ[environment.LOG] == "DEBUG":
             traceback.print_exc()
         say(f"failed: {type(error).__name__}: {error} (RESILIN_LOG=DEBUG shows where)")
     for number in stop_signals():
-        signal.signal(number, signal.SIG_IGN)  # all is over but for a moment's tidying
+        signal.signal(number, signal.SIG_IGN)  # only a short cleanup is left
     shutil.rmtree(os.environ.pop(environment.PULSE_DIR, ""), ignore_errors=True)
     if memory is not None:
         _leave(memory, args.rdzv_id, code)
@@ -119,7 +121,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def is_here(endpoint: str) -> bool:
-    """Whether other machines come to this one to meet."""
+    """Whether this machine hosts the rendezvous of the job."""
     host, _, port = endpoint.rpartition(":")
     if port == "0":
         return False  # nobody else knows the port
@@ -133,9 +135,9 @@ def is_here(endpoint: str) -> bool:
 
 
 def prepare(args: argparse.Namespace) -> MemoryDirectory | None:
-    """Sets the environment of the workers, and makes their directory in memory.
+    """Set the environment of the workers, and create their in-memory directory.
 
-    A directory that the environment names already is left to whoever named it.
+    A directory that the environment already names is left to whoever set it.
     """
     os.environ.setdefault(OWN_STORE, "1")
     os.environ.setdefault(environment.LOG, "INFO")
@@ -148,7 +150,7 @@ def prepare(args: argparse.Namespace) -> MemoryDirectory | None:
         off = place == environment.OFF
         os.environ[environment.RUN_DIR] = place if off else str(Path(place).absolute())
         if not off:
-            say(f"events go to {place}; watch it: resilin top {shlex.quote(place)}")
+            say(f"writing events to {place}; to watch: resilin top {shlex.quote(place)}")
     if args.memory_dir == environment.OFF:
         os.environ[environment.MEMORY_DIR] = environment.OFF
         return None
@@ -161,23 +163,20 @@ def prepare(args: argparse.Namespace) -> MemoryDirectory | None:
 
 
 def _pulse_directory(memory: MemoryDirectory | None) -> str:
-    """Makes the directory in which workers show this agent what they do."""
+    """Create the directory in which workers publish their state for this agent."""
     if memory is None:
         return tempfile.mkdtemp(prefix="resilin-pulse-")
-    # Several agents may share the memory of the job, and one that was killed left its own.
+    # Several agents may share the memory directory, and a killed one left its own in there.
     return tempfile.mkdtemp(prefix="pulse-", dir=memory.path)
 
 
 def _leave(memory: MemoryDirectory, run_id: str, code: int) -> None:
-    """Removes the state in memory if the job is done, or was stopped and could save to disk."""
+    """Remove the in-memory state if the job finished, or was stopped and could save to disk."""
     saved = code > 128 and environment.CHECKPOINT_DIR in os.environ
     needless = code == 0 or saved or not memory.holds_state
     memory.release(remove=needless)
     if not needless:
-        say(
-            f"the newest state stays in {memory.path}: start again with --rdzv-id {run_id}, or "
-            "remove it"
-        )
+        say(f"kept the latest state in {memory.path}: resume with --rdzv-id {run_id}, or remove it")
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
@@ -185,7 +184,7 @@ def _stop(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _quiet() -> None:
-    """Leaves the word to our own lines, unless torch's are asked for with LOGLEVEL."""
+    """Silence torch's log lines in favour of ours, unless LOGLEVEL asks for them."""
     if "LOGLEVEL" in os.environ:
         return
     rooms = (
@@ -194,8 +193,8 @@ def _quiet() -> None:
         "torch.distributed.run",
         "torch.multiprocessing",
     )
-    # torch gives each of its loggers a level of its own, so there is no one place to set it.
+    # torch sets a level on each of its loggers, so there is no single place to change it.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(rooms):
-            ends = "multiprocessing" in name  # how workers ended is what the agent says
+            ends = "multiprocessing" in name  # the agent reports how workers ended
             logging.getLogger(name).setLevel(logging.CRITICAL if ends else logging.ERROR)

@@ -1,7 +1,7 @@
-"""The checks of where state is kept: the directory in memory and the one for checkpoints.
+"""Checks of the storage of state: the in-memory directory and the checkpoint directory.
 
-They do what a job does there: a file is written, flushed and renamed, an object is put, fetched
-and deleted. What they make, they remove.
+They do what a job does there: write, flush and rename a file; put, fetch and delete an object.
+They remove everything they create.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ MIN_FREE = 2 * GIB
 
 
 def memory(options: Options) -> Finding:
-    """Room for the newest state."""
+    """Space for in-memory copies of the latest state."""
     place = options.memory_parent
     while not place.exists():
         place = place.parent
     found = f"{space(place)} in {options.memory_parent}"
     if shutil.disk_usage(place).free < MIN_FREE:
-        advice = "give the container more (docker run --shm-size), or use --memory-dir DIR|off"
+        advice = "give the container more (docker run --shm-size), or set --memory-dir DIR|off"
         return Finding(verdict="warn", found=found, advice=advice)
     return Finding(verdict="ok", found=found)
 
 
 def leftovers(options: Options) -> Finding:
-    """State in memory that no process belongs to."""
+    """In-memory state of jobs that no longer run."""
     stale = abandoned(options.memory_parent)
     if not stale:
         return Finding(verdict="ok", found="no state of dead jobs in memory")
     size = sum(file.stat().st_size for path in stale for file in path.rglob("*") if file.is_file())
     return Finding(
         verdict="warn",
-        found=f"jobs that are gone left state in memory: {len(stale)}, {size / GIB:.2f} GiB",
-        advice="go on with resilin run --rdzv-id NAME, or remove it: "
+        found=f"dead jobs left state in memory: {len(stale)}, {size / GIB:.2f} GiB",
+        advice="resume one with resilin run --rdzv-id NAME, or remove it: "
         f"rm -r {' '.join(shlex.quote(str(path)) for path in stale)}",
     )
 
 
 def checkpoint(options: Options) -> Finding:
-    """A file or object made, replaced, read and removed where checkpoints go."""
+    """A file or object that is created, replaced, read and removed in the checkpoint directory."""
     url = options.checkpoint_dir
     if url is None:
-        return Finding(verdict="ok", found="not tried: no --checkpoint-dir")
+        return Finding(verdict="ok", found="skipped: no --checkpoint-dir")
     if "://" in url and not url.startswith("file://"):
         return _checkpoint_objects(url)
     return _checkpoint_files(Path(url.removeprefix("file://")))
@@ -75,20 +75,20 @@ def _checkpoint_files(directory: Path) -> Finding:
         return Finding(
             verdict="fail",
             found=f"{directory}: {error.strerror or error}",
-            advice=f"make it a directory that this user can write to: mkdir -p {directory}",
+            advice=f"create a directory that this user can write to: mkdir -p {directory}",
         )
     finally:
         for leftover in (new, old):
-            # Where nothing could be made there is nothing to remove.
+            # If nothing could be created, there is nothing to remove.
             if os.access(leftover, os.F_OK):
                 leftover.unlink()
     found = f"write, fsync and rename work in {directory}, {space(directory)}"
     if not whole:
-        advice = "use a file system that replaces a file in one step"
+        advice = "use a file system with atomic renames"
         found = f"{directory}: renaming a file onto another one does not replace it"
         return Finding(verdict="fail", found=found, advice=advice)
     if shutil.disk_usage(directory).free < MIN_FREE:
-        advice = "make room: each checkpoint needs the size of the model and the optimizer"
+        advice = "free some space: a checkpoint is as large as the model and its optimizer state"
         return Finding(verdict="warn", found=found, advice=advice)
     return Finding(verdict="ok", found=found)
 
@@ -108,13 +108,13 @@ def _checkpoint_objects(url: str) -> Finding:
         files.pipe_file(path, b"resilin")
         content = files.cat_file(path)
         files.rm_file(path)
-    # Each store has errors of its own, from missing drivers to refused credentials.
+    # Each store raises its own errors, from missing drivers to refused credentials.
     except Exception as error:
-        advice = "install the driver that the message names, or see to the permissions"
+        advice = "install the driver that the message names, or fix the permissions"
         found = f"{url}: {type(error).__name__}: {error}"
         return Finding(verdict="fail", found=found, advice=advice)
     if content != b"resilin":
-        advice = "use a store that reads what was written"
+        advice = "use a store that returns what was written"
         found = f"{url}: wrote {b'resilin'!r}, read {content!r}"
         return Finding(verdict="fail", found=found, advice=advice)
     return Finding(verdict="ok", found=f"put, get and delete work in {url}")

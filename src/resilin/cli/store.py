@@ -1,8 +1,8 @@
-"""`resilin store`: a meeting point that is not one of the machines that train.
+"""`resilin store`: a rendezvous endpoint on a machine that does not train.
 
-The store at the endpoint is where the agents of a job find each other; the job ends with it. Among
-machines that may go at any time, none is a good place for it. This command is torch's own store in
-a process that does nothing else, for a machine that stays.
+The agents of a job find each other through the store at the endpoint, and the job ends with it.
+Machines that may be taken away at any time are a bad place for it. This command runs torch's own
+store in a process that does nothing else, for a machine that stays up.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from resilin.engine.stop import StopRequest
 
 EPILOG = """\
 example:
-  resilin store --port 29500                                    # on the machine that stays
+  resilin store --port 29500                                      # on the machine that stays up
   resilin run --nnodes 1:4 --rdzv-endpoint stays:29500 train.py   # on each of the others
 
-It ends with SIGTERM or Ctrl-C, and returns 0 then; 1 if the port cannot be had.
+Stop it with SIGTERM or Ctrl-C: the exit code is then 0. It is 1 if the port is not available.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """The parser of the command."""
     ours = argparse.ArgumentParser(
         prog="resilin store",
-        description="Holds the meeting point of jobs on a machine that stays. Give agents its "
-        "name and port as --rdzv-endpoint; jobs with different ids share it.",
+        description="Serves the rendezvous of jobs on a machine that stays up. Give agents its "
+        "host name and port as --rdzv-endpoint; jobs with different ids can share it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -39,16 +39,16 @@ def parser() -> argparse.ArgumentParser:
         "--host", default="0.0.0.0", help="Address to listen on (default: %(default)s, all)."
     )
     ours.add_argument(
-        "--port", type=int, default=29500, help="0 for any free one (default: %(default)s)."
+        "--port", type=int, default=29500, help="Port; 0 for any free one (default: %(default)s)."
     )
     return ours
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Holds the store until a signal ends it.
+    """Serve the store until a signal ends it.
 
     Returns:
-        0 after SIGINT or SIGTERM; 1 if the port cannot be had.
+        0 after SIGINT or SIGTERM; 1 if the port is not available.
     """
     args = parser().parse_args(arguments)
     stop = StopRequest()
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
-    print(f"resilin: agents can meet at port {store.port}", flush=True)
+    print(f"resilin: serving the rendezvous on port {store.port}", flush=True)
     while not stop.wait(1.0):
         pass
     return 0

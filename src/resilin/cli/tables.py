@@ -1,7 +1,7 @@
-"""Tables as every command prints them: aligned text for a person, `--json` for a program.
+"""Tables for all commands: aligned text for a person, `--json` for a program.
 
-A row is a mapping from the names of its fields to plain values. JSON shows all of it; the text
-shows the columns that a command chooses, in words and units of its choice.
+A row is a mapping from field names to plain values. JSON shows all fields; the text shows the
+columns that a command chooses, with its own wording and units.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 from resilin.core.text import clean
 
 GAP = "  "
-"""What stands between two columns."""
+"""Separator of columns."""
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """The option that every command with a table has."""
+    """Add the option `--json`, which every command with a table has."""
     parser.add_argument("--json", action="store_true", help="Print JSON in place of the table.")
 
 
 def to_json(value: Any) -> str:
-    """Strict JSON: numbers that JSON does not have, such as NaN, become null."""
+    """Strict JSON: numbers that JSON cannot represent, such as NaN, become null."""
     return json.dumps(_plain(value), indent=2, allow_nan=False)
 
 
 def to_text(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Aligned columns: numbers, and texts that begin with one, to the right, the rest to the left.
+    """Aligned columns: cells that begin with a number to the right, all others to the left.
 
-    None is shown as a dash, and a row with fewer cells ends where its last cell does.
+    None is shown as a dash. A row may have fewer cells than the header.
 
     Raises:
         ValueError: A row has more cells than the header.
@@ -39,8 +39,8 @@ def to_text(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     cells = [[_cell(value) for value in row] for row in rows]
     if any(len(row) > len(header) for row in cells):
         longest = max(map(len, cells))
-        raise ValueError(f"a row has {longest} cells below {len(header)} in the header")
-    # The last cell of a short row is a sentence: it may run on and widens no column.
+        raise ValueError(f"a row has {longest} cells, but the header has {len(header)}")
+    # The last cell of a short row is a sentence: it may be long, and does not widen its column.
     whole = [row if len(row) == len(header) else row[:-1] for row in cells]
     columns = [[row[index] for row in whole if index < len(row)] for index in range(len(header))]
     widths = [

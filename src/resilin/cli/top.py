@@ -1,4 +1,4 @@
-"""`resilin top`: a run on one screen, while it goes."""
+"""`resilin top`: a running job on one screen."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from resilin.telemetry.read import Follower
 from resilin.telemetry.status import Status
 
 SHORTEST = 0.05
-"""Seconds between two looks, at least."""
+"""Shortest interval between two polls, in seconds."""
 STALE = 1.0
-"""Seconds after which the screen is drawn again although nothing was told: time went by."""
+"""Seconds after which the screen is redrawn without new events, because its times have changed."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of `resilin top`."""
+    """The parser of the command."""
     ours = argparse.ArgumentParser(
         prog="resilin top",
-        description="Shows a run while it goes: replicas, batch size, learning rate, gain, noise, "
-        "goodput,\nhow far it is, and what happened last. Reads the events of the run directory "
-        "and nothing else,\nso it needs no connection to the job. Ctrl-C ends it, not the job.",
+        description="Shows a run while it is running: replicas, batch size, learning rate, gain, "
+        "noise,\ngoodput, progress and the latest events. It only reads the event log of the run, "
+        "so it needs\nno connection to the job. Ctrl-C ends the view, not the job.",
         epilog="example:\n"
         "  resilin run --nproc 4 --run-dir runs/a train.py     # in one terminal\n"
         "  resilin top runs/a                                  # in another one\n"
@@ -39,32 +39,32 @@ def parser() -> argparse.ArgumentParser:
         "run_dir",
         metavar="RUN_DIR",
         nargs="?",
-        help="Directory with the events of a run (default: the newest in resilin-runs).",
+        help="Directory with the events of a run (default: the latest in resilin-runs).",
     )
     ours.add_argument(
         "--once",
         action="store_true",
-        help="Print one picture and end, as is done wherever stdout is no terminal.",
+        help="Print one screen and exit. Implied if standard output is not a terminal.",
     )
     ours.add_argument(
-        "--json", action="store_true", help="Print the state as one JSON object and end."
+        "--json", action="store_true", help="Print the state as one JSON object and exit."
     )
     ours.add_argument(
         "--every",
         type=values.seconds,
         default=0.5,
         metavar="SECONDS",
-        help="How often to look for new events (default: %(default)s).",
+        help="Interval between two reads of the event log (default: %(default)s).",
     )
     return ours
 
 
 @user_errors
 def main(arguments: Sequence[str]) -> int:
-    """Shows a run until Ctrl-C, or once.
+    """Show a run until Ctrl-C, or once.
 
     Returns:
-        0; 1 if there is nothing to show, or nothing to show it with.
+        0; 1 if the run has no events, or a package is missing.
     """
     args = parser().parse_args(arguments)
     args.run_dir = args.run_dir or values.newest_run()
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
             return _print_json(status, follower, args.run_dir)
         load("rich", "lab", "resilin top")
         if isinstance(sys.stdout, io.TextIOWrapper):
-            # Names in any script must not end the view on a terminal that lacks it.
+            # Characters that the terminal cannot show must not end the view.
             sys.stdout.reconfigure(errors="replace")
         if args.once or not sys.stdout.isatty():
             return _print_once(status, follower, args.run_dir)
@@ -136,4 +136,4 @@ def _follow(status: Status, follower: Follower, every: float) -> int:
 def _note(follower: Follower) -> str:
     if not follower.damage:
         return ""
-    return f"{len(follower.damage)} lines could not be read, the last one: {follower.damage[-1]}"
+    return f"{len(follower.damage)} lines could not be read; the last one: {follower.damage[-1]}"

@@ -1,7 +1,7 @@
-"""`resilin trace`: traces are made, checked, plotted and converted.
+"""`resilin trace`: make, check, plot and convert traces.
 
-Both kinds are CSV files, told apart by their header: `step,batchsize` is a global batch size over
-optimizer steps, `time,replicas` a number of replicas over seconds.
+Both kinds are CSV files, distinguished by their header: `step,batchsize` is a global batch size
+over optimizer steps, `time,replicas` a number of replicas over seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ examples:
   resilin trace convert spot.csv --local-bsz 8 --step-seconds 30 -o batches.csv
   resilin trace plot spot.csv batches.csv -o traces.png
 
-resilin trace VERB --help says what a verb takes.
+resilin trace VERB --help lists the options of a verb.
 """
 MAKE_EPILOG = """\
 examples:
@@ -53,27 +53,27 @@ example:
   spot.csv     capacity     18    14400 s    0   8.12   16       15     2.1%
   batches.csv  batches      16  472 steps    8  66.29  128       14        -
 
-The mean is over steps or time. A file that cannot be read is a line on standard error, the
-others are shown all the same, and the exit code is 1.
+The mean is over steps or time. A file that cannot be read is reported on standard error; the
+others are still shown, and the exit code is 1.
 """
 PLOT_EPILOG = """\
 example:
   resilin trace plot spot.csv batches.csv -o traces.png
 
-One panel for each file. The picture is a PNG whatever its name; - writes it to standard output.
+One panel per file. The output is always a PNG, whatever its name; - writes it to standard output.
 It needs matplotlib: pip install 'resilin[lab]'.
 """
 CONVERT_EPILOG = """\
 example:
   resilin trace convert spot.csv --max-replicas 16 --local-bsz 8 --step-seconds 30 -o batches.csv
 
-Each step takes 30 seconds of the trace and has 8 samples for each replica that is there when it
-begins; the counts are mapped onto at most 16. While there are none, there are no steps.
+Each step takes 30 seconds of the trace and has 8 samples for each replica that is present when it
+begins; the counts are scaled to at most 16. While there are no replicas, there are no steps.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """The parser of the command."""
     ours = argparse.ArgumentParser(
         prog="resilin trace",
         description="Makes, checks, plots and converts traces: CSV files with the header "
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     )
     verbs = ours.add_subparsers(dest="verb", metavar="VERB", required=True)
     _add_make(_verb(verbs, "make", "make a trace", MAKE_EPILOG))
-    check = _verb(verbs, "check", "say what is in traces, or what is wrong with them", CHECK_EPILOG)
+    check = _verb(verbs, "check", "summarise traces, and report errors in them", CHECK_EPILOG)
     plot = _verb(verbs, "plot", "draw traces", PLOT_EPILOG)
     for verb in (check, plot):
         verb.add_argument("files", nargs="+", metavar="FILE", help="Traces of either kind.")
@@ -91,11 +91,11 @@ def parser() -> argparse.ArgumentParser:
             "--restarts",
             choices=TRACE_RESTARTS,
             default="error",
-            help="What it means that steps begin again at 0: append counts on (default: "
+            help="How to treat steps that restart at 0: reject them, or append them (default: "
             "%(default)s).",
         )
     tables.add_json_option(check)
-    plot.add_argument("-o", "--out", required=True, metavar="FILE", help="Where the PNG goes.")
+    plot.add_argument("-o", "--out", required=True, metavar="FILE", help="PNG file to write.")
     _add_convert(_verb(verbs, "convert", "turn capacity into batch sizes", CONVERT_EPILOG))
     return ours
 
@@ -133,11 +133,11 @@ def _add_make(make: argparse.ArgumentParser) -> None:
         type=float,
         default=1.1,
         metavar="X",
-        help="Factor by which a size changes from step to step, about (default: %(default)s).",
+        help="Approximate factor between the sizes of two steps (default: %(default)s).",
     )
     for kind in (ramp, walk):
         kind.add_argument("--steps", type=values.count, required=True, metavar="N", help="Steps.")
-    spot = kinds.add_parser("spot", help="replicas of a made-up spot market")
+    spot = kinds.add_parser("spot", help="replicas of a simulated spot market")
     spot.add_argument(
         "--max-replicas", type=values.count, required=True, metavar="N", help="Most replicas."
     )
@@ -160,53 +160,59 @@ def _add_make(make: argparse.ArgumentParser) -> None:
     )
     for kind in (walk, spot):
         kind.add_argument(
-            "--seed", type=values.count_or_none, default=0, metavar="N", help="Chooses the trace."
+            "--seed", type=values.count_or_none, default=0, metavar="N", help="Seed of the trace."
         )
     for kind in (constant, ramp, walk, spot):
         _add_out(kind)
 
 
 def _add_convert(convert: argparse.ArgumentParser) -> None:
-    convert.add_argument("capacity", metavar="CAPACITY", help="A file with time,replicas.")
+    convert.add_argument(
+        "capacity", metavar="CAPACITY", help="A file with the header time,replicas."
+    )
     convert.add_argument(
         "--local-bsz",
         type=values.count,
         required=True,
         metavar="N",
-        help="Samples of each replica in a step.",
+        help="Samples per replica and step.",
     )
     convert.add_argument(
         "--step-seconds",
         type=values.seconds,
         required=True,
         metavar="TIME",
-        help="Time of the trace that a step takes.",
+        help="Duration of a step in the time of the trace.",
     )
     convert.add_argument(
         "--max-replicas",
         type=values.count,
         metavar="N",
-        help="Map the counts of the trace onto at most N replicas.",
+        help="Scale the replica counts of the trace to at most N.",
     )
     convert.add_argument(
         "--end",
         choices=TRACE_ENDS,
         default="hold",
-        help="What is to follow after the trace: hold lists one step more, with what is there at "
-        "the end (default: %(default)s).",
+        help="Behaviour after the end of the trace; hold adds one more step, with the last number "
+        "of replicas (default: %(default)s).",
     )
     _add_out(convert)
 
 
 def _add_out(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
-        "-o", "--out", default="-", metavar="FILE", help="Where to; - is standard output (default)."
+        "-o",
+        "--out",
+        default="-",
+        metavar="FILE",
+        help="Output file; - is standard output (default).",
     )
 
 
 @user_errors
 def main(arguments: Sequence[str]) -> int:
-    """Does one thing with traces.
+    """Run one verb.
 
     Returns:
         0; 1 if a trace cannot be read, made or converted.
@@ -223,7 +229,7 @@ def main(arguments: Sequence[str]) -> int:
         return _plot(args)
     trace = read_trace(args.capacity)
     if isinstance(trace, BatchTrace):
-        raise TraceError(f"{args.capacity} has batch sizes already: there is nothing to convert")
+        raise TraceError(f"{args.capacity} already has batch sizes: there is nothing to convert")
     batches = trace.batches(
         args.local_bsz,
         step_seconds=args.step_seconds,
@@ -288,7 +294,7 @@ def _cells(row: dict[str, Any]) -> list[object]:
 
 def _plot(args: argparse.Namespace) -> int:
     load("matplotlib", "lab", "resilin trace plot")
-    # matplotlib takes half a second to load, and nothing else here has a use for it.
+    # matplotlib takes half a second to load, and nothing else here needs it.
     from resilin.lab import style
     from resilin.lab.trace_plots import draw
 

@@ -1,7 +1,7 @@
-"""Values as a person writes them on the command line, or leaves out.
+"""Values of options as a person writes them, and the default run directory.
 
-But for the last one, each function is a `type=` of argparse: what it raises becomes the error of
-that option.
+Each function but the last is a `type=` of argparse: the error it raises is reported for that
+option.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def seconds(text: str) -> float:
 
 
 def newest_run() -> str:
-    """The directory of the run here that was written to last.
+    """Directory of the latest run under the current directory.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no run.
     """
     runs = [path for path in Path(RUNS).glob("*") if path.is_dir()]
     if not runs:
-        raise ValueError(f"there is no run in {Path(RUNS).resolve()}: say which RUN_DIR is meant")
+        raise ValueError(f"there is no run in {Path(RUNS).resolve()}: name a RUN_DIR")
     return str(max(runs, key=lambda path: path.stat().st_mtime))

@@ -1,8 +1,7 @@
-"""The pure heart of resilin: numbers in, values out.
+"""The pure core of resilin: numbers in, values out.
 
-Nothing here imports torch, opens a file, reads a clock or draws a random number that was not
-asked for with a seed. Live training, trace replay, simulators and tests all run these same
-functions.
+Nothing here imports torch, opens a file, reads a clock or draws a random number without an explicit
+seed. Live training, trace replay, simulators and tests all run these same functions.
 """
 
 from resilin.core.clock import Budget, Clock, Reference, Schedule, scheduler_steps, step_scale

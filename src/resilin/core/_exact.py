@@ -1,8 +1,8 @@
-"""Functions that have the same bits on every machine.
+"""Functions with bit-identical results on every machine.
 
-`+ - * /` and the square root are exact to the last bit by IEEE 754; `math.exp` and powers are those
-of the machine's C library, and libraries differ in the last bit. What replicas on a mix of machines
-decide by must not. `decimal` does its own arithmetic, the same everywhere.
+`+ - * /` and the square root are exact to the last bit by IEEE 754; `math.exp` and powers come from
+the C library of the machine, and libraries differ in the last bit. Replicas on different machines
+must not base decisions on those. `decimal` has its own arithmetic, which is the same everywhere.
 """
 
 from __future__ import annotations

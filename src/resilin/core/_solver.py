@@ -1,8 +1,8 @@
-"""The solver behind `fit`: damped Gauss-Newton with an exact Jacobian, over all starts at once.
+"""The solver of `fit`: damped Gauss-Newton with an exact Jacobian, over all starts at once.
 
-It minimises the negative log posterior of the logs of the model's parameters, and of the spread of
-the residuals along with them. Eight parameters do not repay a general solver: most of the time of
-one would be its own bookkeeping, and a fit must be cheap enough to run beside training.
+It minimises the negative log posterior of the logs of the model's parameters, together with the
+spread of the residuals. For eight parameters a general solver would spend most of its time on
+bookkeeping, and a fit must be cheap enough to run during training.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from resilin.core.throughput import MAX_OVERLAP, PARAMETERS, Floats, SyncShape, 
 TAIL = 4.0
 """Degrees of freedom of the residuals: at 4, an outlier's pull fades beyond twice the spread."""
 TRIALS = 5
-"""Iterations after which only the best start goes on."""
+"""Iterations after which only the best start is continued."""
 ITERATIONS = 100
-"""Iterations after which the fit ends in any case; about 15 are usual."""
+"""Largest number of iterations of a fit; about 15 are typical."""
 TOLERANCE = 1e-6
 """Change of the log posterior below which the fit ends."""
 _NEVER = -1e3
@@ -74,7 +74,7 @@ class Steps(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What the solver minimises: Student t residuals of the data, squared ones of the beliefs."""
+    """The function to minimise: Student t residuals of the data, squared ones of the priors."""
 
     steps: Steps
     target: Floats
@@ -88,23 +88,23 @@ class Problem(NamedTuple):
         """Parameters, spreads of the two kinds of residuals, and curvature at the best optimum.
 
         Args:
-            logs: Where to start: logs of the parameters, a row for each start.
+            logs: Starting points: logs of the parameters, one row per start.
         """
         damping = np.full(len(logs), 1e-3)
         residual, jacobian = self._residuals(logs)
-        # Wide at first: from afar, all that is measured looks like an outlier.
+        # Wide at first: from far away, all measurements look like outliers.
         variance = self._variance(residual, np.full((len(logs), 2), np.inf))
         diagonal = np.arange(len(PARAMETERS))
         for iteration in range(ITERATIONS):
             variance = self._variance(residual, variance)
             cost = self._cost(logs, residual, variance)
             if iteration == TRIALS:
-                # The starts went some way together; only the best of them goes on to the end.
+                # All starts were tried for a few iterations; only the best is continued.
                 best = [int(np.argmin(cost))]
                 logs, residual, jacobian = logs[best], residual[best], jacobian[best]
                 variance, cost, damping = variance[best], cost[best], damping[best]
             gradient, curvature = self._slopes(logs, variance, residual, jacobian)
-            # A parameter that its bound holds back takes no part in this step.
+            # A parameter that is held at its bound takes no part in this step.
             free = ~((logs <= _LOWER) & (gradient > 0) | (logs >= _UPPER) & (gradient < 0))
             damped = curvature * (free[:, :, None] & free[:, None, :])
             damped[:, diagonal, diagonal] *= 1 + damping[:, None]

@@ -1,6 +1,6 @@
-"""Strict reading of small CSV tables: every fault has a place.
+"""Strict parsing of small CSV tables.
 
-Whatever is not understood is a `TraceError` that names source and line; nothing is skipped or
+Anything unexpected is a `TraceError` that names the source and the line; nothing is skipped or
 guessed.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read or has come to its end; says where."""
+    """A trace that cannot be read, or that has ended; the message names the place."""
 
 
 def lines(text: str | Iterable[str], source: str) -> Iterator[tuple[str, list[str]]]:
@@ -34,10 +34,10 @@ def lines(text: str | Iterable[str], source: str) -> Iterator[tuple[str, list[st
 def header(
     numbered: Iterator[tuple[str, list[str]]], source: str, headers: Sequence[tuple[str, ...]]
 ) -> tuple[str, ...]:
-    """Takes the first line, which must be one of the known headers."""
+    """Read the first line, which must be one of the known headers."""
     place, fields = next(numbered, ("", []))
     if not fields:
-        raise TraceError(f"{source}: empty, not even a header")
+        raise TraceError(f"{source}: empty, without a header")
     found = tuple(field.lower() for field in fields)
     if found not in headers:
         known = " or ".join(repr(",".join(names)) for names in headers)
@@ -53,7 +53,7 @@ def rows(
     columns = len(header(numbered, source, headers))
     for place, fields in numbered:
         if len(fields) != columns:
-            raise TraceError(f"{place}: {len(fields)} columns below {columns} in the header")
+            raise TraceError(f"{place}: {len(fields)} columns, but the header has {columns}")
         yield place, fields
 
 

@@ -1,4 +1,4 @@
-"""Checks of user-given numbers: one sentence that holds the value and the rule it broke."""
+"""Checks of numbers from users; errors are one sentence with the value and the rule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def whole(name: str, value: Any, *, at_least: int) -> int:
-    """Returns `value` as an `int`, or says why it is not a whole number of at least `at_least`."""
+    """Return `value` as an `int`; an error if it is not a whole number of at least `at_least`."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -21,7 +21,7 @@ def whole(name: str, value: Any, *, at_least: int) -> int:
 def real(
     name: str, value: Any, *, at_least: float | None = None, above: float | None = None
 ) -> float:
-    """Returns `value` as a finite `float`, or says which bound it broke."""
+    """Return `value` as a finite `float`; an error if it violates a bound."""
     try:
         number = float(value)
     except (TypeError, ValueError):

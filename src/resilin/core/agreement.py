@@ -1,8 +1,8 @@
-"""Whether all replicas have the same number, told by sums alone.
+"""Check from sums alone whether all replicas have the same number.
 
-A reduction adds numbers up and says nothing else. Yet `W * sum(h^2) == (sum h)^2` holds for W
-replicas if and only if all have the same h (the inequality of Cauchy and Schwarz), and in whole
-numbers it is exact. A hash of 64 bits is sent in pieces of 16, whose squares a float64 can sum.
+A reduction only adds numbers. But `W * sum(h^2) == (sum h)^2` holds for W replicas if and only if
+all have the same h (the Cauchy-Schwarz inequality), and in integers it is exact. A hash of 64 bits
+is sent in pieces of 16, whose squares a float64 can sum exactly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def all_same(sums: Sequence[float], square_sums: Sequence[float], replicas: int)
     Args:
         sums: Sums of the pieces over all replicas.
         square_sums: Sums of their squares.
-        replicas: How many replicas there are.
+        replicas: Number of replicas.
 
     Examples:
         >>> all_same([6.0], [12.0], 3), all_same([6.0], [14.0], 3)  # 2, 2, 2 and 1, 2, 3

@@ -1,9 +1,9 @@
 """Training time under a varying batch size: steps, samples, tokens and progress.
 
-Optimizer steps stop measuring anything once their batch varies. The `samples` and `tokens`
-clocks preserve cost: each sample counts once. The `progress` clock preserves the trajectory:
-each step counts for its gain. All three are read in reference steps, the steps that the
-reference batch would have taken, which is the unit every schedule is written in.
+Optimizer steps no longer measure training time once their batch varies. The `samples` and
+`tokens` clocks preserve cost: each sample counts once. The `progress` clock preserves the
+trajectory: each step counts for its gain. All three are read in reference steps, the steps that
+the reference batch would have taken, which is the unit of every schedule.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any, Generic, Literal, TypeVar
 from resilin.core import _validate
 
 ClockName = Literal["samples", "tokens", "progress"]
-"""What training time is measured by."""
+"""Clocks that can measure training time."""
 CLOCKS: tuple[ClockName, ...] = ("samples", "tokens", "progress")
 """The names of all clocks."""
 
 Unit = Literal["steps", "epochs", "samples"]
-"""What a schedule is written in: reference steps, epochs or samples of the reference run."""
+"""Units of a schedule: reference steps, epochs or samples of the reference run."""
 UNITS: tuple[Unit, ...] = ("steps", "epochs", "samples")
 """The names of all units."""
 
 _T = TypeVar("_T")
 
 _ROUNDING = 1e-6
-"""Reference steps by which a sum of fractional gains may fall short of the whole number it is."""
+"""Largest rounding error of a sum of gains that should be a whole number, in reference steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The run that the user tuned: what one of its steps and epochs amounts to."""
+    """The run that the user tuned: the size of its steps and epochs."""
 
     batch_size: int
     """The reference batch: samples in one reference step."""
@@ -50,7 +50,7 @@ class Reference:
             _validate.real("tokens_per_step", self.tokens_per_step, above=0)
 
     def epoch_end(self, reading: float) -> float | None:
-        """Where the epoch ends that a clock's reading belongs to; None if its length is unknown."""
+        """End of the epoch that contains this reading; None if the length of epochs is unknown."""
         if self.steps_per_epoch is None:
             return None
         return (math.floor((reading + _ROUNDING) / self.steps_per_epoch) + 1) * self.steps_per_epoch
@@ -59,13 +59,13 @@ class Reference:
 def step_scale(actual: int, planned: int, reference: int) -> float:
     """The scale S of a step, also for the short last batch of an epoch.
 
-    The reference run had a short last batch too, and stepped with its full learning rate. So a
-    remainder has the scale of the whole reference steps it would have made, at most the scale
-    that was planned: at the reference batch S is always 1.
+    The reference run had a short last batch too, and took it with its full learning rate. So a
+    remainder has the scale of the whole reference steps that its samples would have made, at most
+    the planned scale: at the reference batch S is always 1.
 
     Args:
-        actual: Samples really in the batch.
-        planned: The global batch size that was asked for.
+        actual: Samples in the batch.
+        planned: The planned global batch size.
         reference: The reference batch size.
     """
     _validate.whole("actual", actual, at_least=1)
@@ -79,7 +79,7 @@ def step_scale(actual: int, planned: int, reference: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """How far training has come, by every measure. A value: `advance` returns the next one."""
+    """Training time by every measure. A value: `advance` returns the next one."""
 
     steps: int = 0
     """Optimizer steps committed."""
@@ -90,7 +90,7 @@ class Clock:
     progress: float = 0.0
     """Accumulated gain, in reference steps."""
     sample_steps: float = 0.0
-    """Reference steps by samples: those the reference run made with as many samples."""
+    """Reference steps by samples: the steps of the reference run with as many samples."""
 
     def advance(
         self,
@@ -106,11 +106,10 @@ class Clock:
         Args:
             samples: Samples in the step.
             scale: Its scale S, as from `step_scale`.
-            gain: Reference steps the step was worth.
+            gain: Worth of the step in reference steps.
             tokens: Tokens in the step.
-            sample_steps: Reference steps that the reference run made with these samples, where a
-                sample stream knows it exactly (`SampleStream.reference_steps`); None takes the
-                scale.
+            sample_steps: Steps that the reference run made with these samples, if a sample stream
+                knows them exactly (`SampleStream.reference_steps`); None uses the scale.
         """
         _validate.whole("samples", samples, at_least=1)
         _validate.real("scale", scale, above=0)
@@ -142,17 +141,17 @@ class Clock:
         return self.tokens / reference.tokens_per_step
 
     def state(self) -> dict[str, float]:
-        """All of it, for a checkpoint; JSON-compatible."""
+        """The state for a checkpoint; JSON-compatible."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Clock:
-        """Restores what `state` returned."""
+        """The inverse of `state`."""
         return replace(cls(), **state)
 
 
 def scheduler_steps(before: float, after: float) -> int:
-    """How often a scheduler written per reference step must be stepped now.
+    """Number of times that a scheduler in reference steps must be stepped now.
 
     Args:
         before: Reading of its clock before the optimizer step, in reference steps.
@@ -163,7 +162,7 @@ def scheduler_steps(before: float, after: float) -> int:
         several when it grew.
     """
     if after < before:
-        raise ValueError(f"the clock went back from {before} to {after}")
+        raise ValueError(f"the clock moved backwards from {before} to {after}")
     return math.floor(after + _ROUNDING) - math.floor(before + _ROUNDING)
 
 
@@ -182,7 +181,7 @@ class Schedule(Generic[_T]):
     unit: Unit = "steps"
     """The unit of the function's argument."""
     clock: ClockName = "samples"
-    """What moves the schedule on."""
+    """The clock that the schedule follows."""
 
     def __post_init__(self) -> None:
         _validate.one_of("unit", self.unit, UNITS)
@@ -206,14 +205,14 @@ class Schedule(Generic[_T]):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """When training is over: a length in reference steps, and a hard cap on its cost."""
+    """The end of training: a length in reference steps, and a hard limit on samples."""
 
     reference_steps: float
     """Length of the run, as the reference run counted it."""
     max_samples: int | None = None
-    """Samples that must not be exceeded, whatever progress was made. None sets no cap."""
+    """Limit of samples, whatever the progress. None sets no limit."""
     clock: ClockName = "progress"
-    """What the length is measured by."""
+    """The clock that measures the length."""
 
     def __post_init__(self) -> None:
         _validate.real("reference_steps", self.reference_steps, above=0)
@@ -222,10 +221,10 @@ class Budget:
             _validate.whole("max_samples", self.max_samples, at_least=1)
 
     def spent(self, clock: Clock, reference: Reference) -> str | None:
-        """Why training is over, in words; None while it goes on."""
+        """The reason why training is over; None while it is not."""
         time = clock.read(self.clock, reference)
         if time >= self.reference_steps - _ROUNDING:
-            return f"{time:.6g} of {self.reference_steps:.6g} reference steps are done"
+            return f"{time:.6g} of {self.reference_steps:.6g} reference steps are completed"
         if self.max_samples is not None and clock.samples >= self.max_samples:
             return (
                 f"{clock.samples} of at most {self.max_samples} samples are used, after "

@@ -1,9 +1,9 @@
-"""Events: one typed record of each thing that happened, and their one JSON form.
+"""Events: typed records of a run, and their JSON form.
 
-Everything a person looks at (logs, views, reports) is made from events alone. An event is
-one JSON object on one line, with its `event` name and the schema `version`. Fields may be
-added: an older reader skips what it does not know, a newer one fills in defaults. A change
-that an older reader would misunderstand must raise `VERSION`.
+Logs, views and reports are made from events alone. An event is one JSON object on one line, with
+its `event` name and the schema `version`. Fields may be added: an older reader skips unknown
+fields, a newer one fills in defaults. A change that an older reader would misunderstand must raise
+`VERSION`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from operator import attrgetter
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from resilin.core.noise import noise_scale
+
 VERSION = 1
-"""Version of the schema. Readers refuse a higher one."""
+"""Version of the schema. Readers reject a higher one."""
 
 
 class EventError(ValueError):
-    """A line that is not an event of a known version; says what is wrong with it."""
+    """A line that is not an event of a known version; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What every event says. The time is given by whoever records it."""
+    """The common fields of all events."""
 
     name: ClassVar[str] = ""
     """The `event` field of the JSON form."""
@@ -42,7 +44,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartEvent(Event):
-    """The processes of a generation have begun to train: what, and how far it goes."""
+    """The processes of a generation have started training."""
 
     name: ClassVar[str] = "start"
 
@@ -51,30 +53,33 @@ class StartEvent(Event):
     replicas: int
     """Data-parallel members."""
     hosts: int
-    """Machines that they are on."""
+    """Machines that they run on."""
     rule: str
     """The scaling rule."""
     optimizer: str
     """Class of the optimizer."""
     clock: str = "progress"
-    """What the rule measures the length of the run by."""
+    """The clock in which the rule measures the length of the run."""
     total_steps: float | None = None
     """Length of the run in reference steps, if it is known."""
     steps_per_epoch: float | None = None
     """Reference steps in one epoch, if that is known."""
     resumed: bool = False
-    """Whether it goes on from a state of an earlier process."""
+    """Whether it resumes from a state of an earlier process."""
     script: str = ""
     """The script that was started; not its arguments, which may be secrets."""
     replays: str = ""
-    """Where the batch-size trace comes from that is being replayed, if one is."""
+    """Source of the batch-size trace that is being replayed, if any."""
     software: str = ""
     """Versions of resilin, torch and Python."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvent(Event):
-    """One committed optimizer step. Not every step has to be told of."""
+    """One committed optimizer step. Not every step has to be reported.
+
+    Many attributes: one per number of a line in the log.
+    """
 
     name: ClassVar[str] = "step"
 
@@ -87,7 +92,7 @@ class StepEvent(Event):
     local_bsz: int
     """The largest micro-batch."""
     accumulation_steps: int
-    """The most micro-batches that a replica ran."""
+    """The largest number of micro-batches that a replica ran."""
     samples: int
     """Samples used so far."""
     progress: float
@@ -95,11 +100,11 @@ class StepEvent(Event):
     scale: float
     """Global batch over reference batch."""
     gain: float
-    """Reference steps this step was worth."""
+    """Worth of this step in reference steps."""
     lr_factor: float
-    """What the rule multiplied the first group's learning rate by."""
+    """Factor of the rule on the first group's learning rate."""
     lr: float | None = None
-    """The first group's learning rate before that."""
+    """The first group's learning rate without the factor."""
     sqr_norm: float | None = None
     """Squared norm of the true gradient, averaged."""
     trace: float | None = None
@@ -109,25 +114,25 @@ class StepEvent(Event):
     loss: float | None = None
     """Loss, if the user recorded one: the mean over replica 0's micro-batches."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What else the user recorded in the step, by name."""
+    """Other metrics that the user recorded in the step, by name."""
 
     @property
     def learning_rate(self) -> float | None:
-        """What the optimizer used for the first group; None if it has no learning rate."""
+        """Learning rate that the optimizer used for the first group; None if it has none."""
         return None if self.lr is None else self.lr * self.lr_factor
 
     @property
     def noise_scale(self) -> float | None:
         """The batch size at which noise and signal of the gradient are equal, if it is known."""
-        # An estimate of a squared norm may be 0 or less: then there is no signal to compare with.
-        if self.trace is None or self.sqr_norm is None or not self.sqr_norm > 0:
+        if self.trace is None or self.sqr_norm is None:
             return None
-        return self.trace / self.sqr_norm
+        scale = float(noise_scale(self.sqr_norm, self.trace))
+        return None if math.isnan(scale) else scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsEvent(Event):
-    """What the user recorded between steps, such as the result of an evaluation."""
+    """Metrics that the user recorded between steps, such as the result of an evaluation."""
 
     name: ClassVar[str] = "metrics"
 
@@ -137,7 +142,7 @@ class MetricsEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One choice that was considered in a decision."""
+    """One way to run the next steps that was considered in a decision."""
 
     batch_size: int
     """Global batch size."""
@@ -151,18 +156,18 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionEvent(Event):
-    """A batch size was chosen, or kept on purpose."""
+    """The batch size was changed, or deliberately kept."""
 
     name: ClassVar[str] = "decision"
 
     batch_size_before: int
     """The global batch size so far."""
     batch_size: int
-    """The chosen one."""
+    """The chosen global batch size."""
     reason: str
-    """Why, in words."""
+    """The reason, as text."""
     candidates: tuple[Candidate, ...] = ()
-    """What was compared."""
+    """The batch sizes that were compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,51 +181,51 @@ class RescaleEvent(Event):
     replicas: int
     """Data-parallel members from now on."""
     reason: str
-    """Why, in words."""
+    """The reason, as text."""
     seconds: float | None = None
-    """How long no step was made."""
+    """Duration without a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointEvent(Event):
-    """State was saved, loaded or refused."""
+    """State was saved, loaded or removed, or that failed."""
 
     name: ClassVar[str] = "checkpoint"
 
     action: Literal["saved", "loaded", "failed", "removed"]
-    """What was done."""
+    """The action."""
     path: str
-    """Where."""
+    """Path of the checkpoint."""
     num_bytes: int | None = None
     """Size on storage."""
     seconds: float | None = None
     """Wall time."""
     detail: str = ""
-    """Why, if it failed."""
+    """The reason, if it failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultEvent(Event):
-    """Something went wrong and was dealt with."""
+    """A fault occurred and was handled."""
 
     name: ClassVar[str] = "fault"
 
     kind: str
-    """What it was: `worker_lost`, `out_of_memory`, ..."""
+    """Kind of the fault: `worker_lost`, `out_of_memory`, ..."""
     detail: str
-    """What was known about it, and what was done."""
+    """Details, and how it was handled."""
     replica: int | None = None
-    """Where, if it was one replica."""
+    """The replica, if the fault concerns one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RiskEvent(Event):
-    """What the sudden death of a worker can cost is known, or has changed."""
+    """The possible cost of a lost worker is known, or has changed."""
 
     name: ClassVar[str] = "risk"
 
     steps: int
-    """Completed steps that it costs at most, while a host with a copy in memory lives."""
+    """Largest number of completed steps that it can cost, while a host with a copy is alive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +274,7 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(
 
 
 def begins_anew(event: Event) -> bool:
-    """Whether a run begins here, and not a part of one: what was told before is of another run."""
+    """Whether a new run starts here: earlier events in the same log belong to another run."""
     return isinstance(event, StartEvent) and not event.resumed and event.generation == 0
 
 
@@ -349,7 +354,7 @@ _ABSENT = object()
 
 @cache
 def _plan(cls: type[Any]) -> tuple[tuple[str, Any, frozenset[type[Any]], bool], ...]:
-    """For each field: its name, its annotation, the types that need no look, and if it must be.
+    """For each field: name, annotation, types that need no check, and whether it is required.
 
     Resolving annotations is slow, and a log has millions of lines of a few kinds.
     """
@@ -370,15 +375,15 @@ def _shape(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 class _Recipe(NamedTuple):
-    """How to make an object of fields whose names and types were right before.
+    """A fast constructor for fields whose names and types were valid before.
 
-    A log has millions of lines of a few kinds, and looking at each field is most of reading it.
+    A log has millions of lines of a few kinds, and checking each field takes most of the time.
     """
 
     looks: tuple[tuple[str, Any], ...]
-    """Fields whose types do not say it all, with their annotations."""
+    """Fields whose values must still be checked, with their annotations."""
     setters: tuple[Callable[[Any, Any], None], ...]
-    """What sets each field, in order."""
+    """Setters of the fields, in order."""
 
 
 _recipes: dict[tuple[Any, ...], _Recipe] = {}
@@ -413,7 +418,7 @@ def _build(cls: type[Any], body: dict[str, Any], where: str) -> Any:
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:
-    """`value` as what the annotation says, converting only what JSON has no type for."""
+    """`value` as the annotated type, converting only types that JSON does not have."""
     origin, args = _shape(hint)
     if origin in (Union, UnionType):
         if value is None and NoneType in args:

@@ -1,15 +1,15 @@
-"""Learning the step time: from measured steps to a `ThroughputModel` that knows what it knows.
+"""Fit a `ThroughputModel`, with its uncertainty, to measured step times.
 
-The fit is the most probable model given measurements and weak beliefs. Errors are relative, so
-everything is in logarithms: residuals are log ratios, beliefs are log-normal. Where a placement
-was never seen, nothing is frozen: the belief answers, and the interval says how little is known.
+The fit is the most probable model given measurements and weak priors. Errors are relative, so
+everything is in logarithms: residuals are log ratios, priors are log-normal. For a placement that
+was never measured, the prior answers, and the interval shows how little is known.
 
-What keeps it honest:
+Three things keep it robust:
 
-- Residuals follow a Student t, so a step that met a hiccup hardly counts.
-- Steps of one placement share its quirks (a slow link, an uneven split), so many of them count as
-  few, and the predicted interval is that of a placement not yet seen.
-- The spread of residuals is learned along, from a belief that a handful of points cannot erase.
+- Residuals follow a Student t, so an outlier hardly counts.
+- Steps of one placement share its peculiarities (a slow link, an uneven split), so many of them
+  count as few, and the predicted interval is that of a placement not yet seen.
+- The spread of residuals is fitted too, with a prior that a handful of points cannot override.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ NORMAL = 1.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """What was measured of steps that were alike, or of a single one."""
+    """A measured step, or the summary of similar ones."""
 
     hosts: int
-    """Machines that the replicas were on."""
+    """Machines that the replicas ran on."""
     replicas: int
     """Data-parallel members."""
     local_bsz: float
@@ -51,7 +51,7 @@ class StepTime:
     accumulation_steps: int = 1
     """Micro-batches that each replica ran in the step."""
     weight: float = 1.0
-    """How many measurements this one stands for; it may have decayed below 1."""
+    """Number of measurements that this one represents; it may have decayed below 1."""
 
     def __post_init__(self) -> None:
         hosts = _validate.whole("hosts", self.hosts, at_least=1)
@@ -74,15 +74,15 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """What is believed before anything is measured: each a median, and its spread in logarithms.
+    """Priors of the parameters: each a median, and its spread in logarithms.
 
-    Times are shares of a typical measured micro-batch, so the beliefs fit any hardware.
+    Times are relative to a typical measured micro-batch, so the priors suit any hardware.
     """
 
     compute_start: tuple[float, float] = (0.3, 1.5)
     """Share of a typical micro-batch that does not depend on its samples."""
     compute_per_sample: tuple[float, float] = (0.7, 1.5)
-    """Share that does."""
+    """Share of a typical micro-batch that is proportional to its samples."""
     local_sync: tuple[float, float] = (0.3, 1.5)
     """Reduction between two replicas on one host, over a typical micro-batch."""
     host_sync: tuple[float, float] = (1.0, 1.5)
@@ -90,7 +90,7 @@ class Prior:
     host_over_local: tuple[float, float] = (3.0, 1.0)
     """Reduction between two hosts, over that within one."""
     growth: tuple[float, float] = (0.01, 1.0)
-    """What each further replica adds, over the reduction between two."""
+    """Time that each further replica adds, relative to the reduction between two."""
     overlap: tuple[float, float] = (2.0, 0.5)
     """Exponent of the overlap."""
     ring: tuple[float, float] = (0.5, 0.5)
@@ -98,7 +98,7 @@ class Prior:
     noise: float = 0.1
     """Spread of the log of a step time around the model."""
     noise_weight: float = 4.0
-    """How many measurements the belief in `noise` is worth."""
+    """Weight of the prior of `noise`, in measurements."""
 
     def __post_init__(self) -> None:
         for name in ("noise", "noise_weight"):
@@ -108,7 +108,7 @@ class Prior:
                 _validate.real(f"median and spread of {field.name}", number, above=0)
 
     def rows(self, seconds: float, local_bsz: float) -> tuple[Floats, Floats]:
-        """The beliefs as residuals `matrix @ log_parameters - centre`, each of unit spread."""
+        """The priors as residuals `matrix @ log_parameters - centre`, each of unit spread."""
         unit = dict(zip(PARAMETERS, np.eye(len(PARAMETERS)), strict=True))
         beliefs = [
             (unit["compute_start"], seconds, self.compute_start),
@@ -128,7 +128,7 @@ class Prior:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """A model, and how well it is known."""
+    """A model with its uncertainty."""
 
     model: ThroughputModel
     """The most probable model."""
@@ -146,10 +146,10 @@ class Fitted:
         local_bsz: ArrayLike,
         accumulation_steps: ArrayLike = 1,
     ) -> Floats:
-        """Standard deviation of the log of a step time still to be measured, arrays broadcast.
+        """Standard deviation of the log of a future step time; arrays broadcast.
 
-        Errors at one placement have a common part, which cancels where two batch sizes on that
-        placement are compared: then it overstates what is unknown.
+        Errors at one placement have a common part, which cancels when two batch sizes on that
+        placement are compared: then this overstates the uncertainty.
         """
         parts = np.broadcast_arrays(hosts, replicas, local_bsz, accumulation_steps)
         host, count, local, steps = (part.astype(np.float64).reshape(-1) for part in parts)
@@ -169,7 +169,7 @@ class Fitted:
         *,
         level: float = 0.9,
     ) -> tuple[Floats, Floats]:
-        """Bounds of a step time still to be measured that hold with probability `level`."""
+        """Bounds of a future step time that hold with probability `level`."""
         if not 0 < _validate.real("level", level) < 1:
             raise ValueError(f"level ({level}) must be between 0 and 1")
         middle = self.model.step_seconds(hosts, replicas, local_bsz, accumulation_steps)
@@ -181,11 +181,11 @@ class Fitted:
 def fit(observations: Iterable[StepTime], prior: Prior | None = None) -> Fitted:
     """The most probable model for these measurements. The same input gives the same output.
 
-    It takes no account of when a step was measured: give old ones less weight.
+    The age of a measurement is ignored: give old ones less weight.
 
     Args:
         observations: At least one with a weight above 0, in any order.
-        prior: Beliefs where measurements are missing; None takes the defaults.
+        prior: Priors for missing measurements; None uses the defaults.
 
     Raises:
         ValueError: Nothing was measured.
@@ -202,7 +202,7 @@ def fit(observations: Iterable[StepTime], prior: Prior | None = None) -> Fitted:
         np.float64,
     ).T
     whole = [step.step_seconds for step in seen]
-    # What was not measured has no weight, so any number will do for it.
+    # Missing measurements have weight 0, so any number can stand for them.
     seconds = np.concatenate([compute, [1.0 if time is None else time for time in whole]])
     weight = _effective(hosts, replicas, weight)
     typical = np.exp(np.average(np.log([compute, local_bsz]), axis=1, weights=weight))
@@ -227,7 +227,7 @@ def fit(observations: Iterable[StepTime], prior: Prior | None = None) -> Fitted:
 
 
 def _effective(hosts: Floats, replicas: Floats, weight: Floats) -> Floats:
-    """Weights after the correlation within each placement is taken off."""
+    """Weights corrected for the correlation within each placement."""
     _, placement = np.unique(hosts + 1j * replicas, return_inverse=True)
     total = np.bincount(placement, weight)[placement]
     return weight / (1 + SHARED * np.maximum(total - 1, 0.0))

@@ -1,9 +1,9 @@
-"""Goodput: how fast a job learns at a batch size, and what more replicas would add.
+"""Goodput: learning speed of a job at a batch size, and the benefit of more replicas.
 
 Goodput is samples per second times statistical efficiency: progress, counted in samples of the
 reference batch, per second. The first factor comes from a `ThroughputModel`, the second from the
-noise of the gradient. Everything is asked over whole arrays at once, so that a tuner may try every
-batch size in each step, and a scheduler every number of replicas of every job.
+noise of the gradient. All functions take whole arrays, so that a tuner can evaluate every batch
+size in each step, and a scheduler every number of replicas of every job.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from resilin.core import _validate
+from resilin.core.events import Candidate
 from resilin.core.noise import Noise
 from resilin.core.plan import BatchBounds, BatchPlan, PlanError
 from resilin.core.throughput import Floats, ThroughputModel
@@ -30,7 +31,7 @@ def efficiency(noise: Noise | None, batch_size: ArrayLike, reference: float) -> 
     """
     if noise is not None:
         return noise.efficiency(batch_size, reference)
-    # A gradient without noise is the worst case above the reference batch. Below it, noise is.
+    # The worst case is a gradient without noise above the reference batch, and pure noise below.
     return np.minimum(1.0, Noise(sqr_norm=1.0, trace=0.0).efficiency(batch_size, reference))
 
 
@@ -45,8 +46,8 @@ def goodput(
 ) -> Floats:
     """Reference samples per second: throughput times efficiency. All arrays broadcast.
 
-    It counts progress in the noise's own terms, so it holds where the learning rate follows the
-    gain; a fixed rate at a larger batch learns less.
+    Progress is computed from the noise, so it assumes that the learning rate follows the gain; a
+    fixed learning rate at a larger batch makes less progress.
     """
     seconds = model.step_seconds(hosts, replicas, local_bsz, accumulation_steps)
     count, local, steps = (
@@ -56,30 +57,15 @@ def goodput(
     return samples * efficiency(noise, samples, reference) / seconds
 
 
-class Candidate(NamedTuple):
-    """One way to run the next steps, and what it would bring."""
-
-    global_batch_size: int
-    """Samples in the step, over all replicas."""
-    local_bsz: int
-    """Largest micro-batch of the plan."""
-    accumulation_steps: int
-    """Micro-batches per replica."""
-    step_seconds: float
-    """Predicted seconds of a step."""
-    goodput: float
-    """Predicted reference samples per second."""
-
-
 class Choice(NamedTuple):
-    """The best plan for one placement, and what it was chosen from."""
+    """The best plan for one placement, and the candidates."""
 
     plan: BatchPlan
     """The plan of the highest goodput."""
     goodput: float
     """Its predicted reference samples per second."""
     candidates: tuple[Candidate, ...]
-    """All that were compared, by global batch size."""
+    """All candidates, by global batch size."""
 
 
 def best_plan(
@@ -102,8 +88,8 @@ def best_plan(
         model: Step times.
         noise: Noise of the gradient now; None while it is unknown.
         reference: The reference batch size.
-        bounds: What the user allows. Something in it must limit the batch.
-        hosts: Machines that the replicas are on.
+        bounds: Bounds set by the user. They must limit the batch size.
+        hosts: Machines that the replicas run on.
         replicas: Data-parallel members.
         min_batch_size: Smallest global batch; None means the reference batch, or the largest one
             allowed if that is less.
@@ -113,7 +99,7 @@ def best_plan(
     """
     bounds.check_replicas(replicas)
     table = _candidates(model, noise, reference, bounds, [hosts], [replicas], min_batch_size)
-    sizes, local, steps, seconds, values = (column[0] for column in table)
+    sizes, local, steps, values = (column[0] for column in table)
     if not values.any():
         raise PlanError(
             f"no global batch from {sizes.min():.0f} to {sizes.max():.0f} can be split over "
@@ -121,12 +107,17 @@ def best_plan(
         )
     _, first = np.unique(sizes, return_index=True)
     candidates = tuple(
-        Candidate(int(sizes[i]), int(local[i]), int(steps[i]), float(seconds[i]), float(values[i]))
+        Candidate(
+            batch_size=int(sizes[i]),
+            local_bsz=int(local[i]),
+            accumulation_steps=int(steps[i]),
+            goodput=float(values[i]),
+        )
         for i in first
         if values[i] > 0
     )
     best = max(candidates, key=lambda candidate: candidate.goodput)
-    return Choice(bounds.plan(best.global_batch_size, replicas), best.goodput, candidates)
+    return Choice(bounds.plan(best.batch_size, replicas), best.goodput, candidates)
 
 
 def best_goodput(
@@ -146,28 +137,6 @@ def best_goodput(
     return np.asarray(values.max(axis=1).reshape(counts.shape))
 
 
-def speedup(
-    model: ThroughputModel,
-    noise: Noise | None,
-    reference: float,
-    bounds: BatchBounds,
-    hosts: ArrayLike,
-    replicas: ArrayLike,
-    *,
-    min_batch_size: int | None = None,
-) -> Floats:
-    """Best goodput over the best goodput of one replica, for each entry; 0 where there is no plan.
-
-    Raises:
-        PlanError: One replica cannot run any allowed batch; compare `best_goodput` instead.
-    """
-    one = best_plan(model, noise, reference, bounds, 1, 1, min_batch_size=min_batch_size)
-    many = best_goodput(
-        model, noise, reference, bounds, hosts, replicas, min_batch_size=min_batch_size
-    )
-    return many / one.goodput
-
-
 def _candidates(
     model: ThroughputModel,
     noise: Noise | None,
@@ -176,8 +145,8 @@ def _candidates(
     hosts: ArrayLike,
     replicas: ArrayLike,
     min_batch_size: int | None,
-) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-    """Batch size, micro-batch, steps, seconds and goodput: a row per placement; 0 is impossible."""
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """Batch size, micro-batch, steps and goodput: a row per placement; 0 is impossible."""
     host = np.asarray(hosts, np.float64)[:, None]
     count = np.asarray(replicas, np.float64)[:, None]
     if not (count >= 1).all():
@@ -211,4 +180,4 @@ def _candidates(
         possible &= steps == 1
     seconds = model.step_seconds(host, count, local, steps)
     value = sizes * efficiency(noise, sizes, reference) / seconds
-    return sizes, local, steps, seconds, np.where(possible, value, 0.0)
+    return sizes, local, steps, np.where(possible, value, 0.0)

@@ -1,13 +1,13 @@
-"""Who holds up a job that makes no progress: from what its replicas have shown of themselves.
+"""Detection of the replica that blocks a job without progress.
 
-Each replica counts what it does: a step begins, it comes to the reduction, the reduction is over,
-and so on. Somebody else looks at these counts now and then. While any of them moves, the job lives.
-When none has moved for too long, the replicas that are behind the others are those that hold them
-up; the ones that wait in the reduction are not.
+Each replica counts its events: a step begins, it reaches the reduction, the reduction is complete,
+and so on. A watchdog polls these counts. While any of them changes, the job makes progress. When
+none has changed for too long, the replicas with the least progress are blocking the others; those
+that wait in the reduction are not.
 
-A wrong alarm is worse than a late one, since it ends work that was under way. So what may take long
-has a longer limit, or none, and time that nobody has seen pass, as while a machine was suspended,
-does not count.
+A false alarm is worse than a late one, since it kills running work. So phases that may take long
+have a longer limit, or none, and time that the watchdog has not observed, as while a machine was
+suspended, does not count.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 PATIENCE = 6.0
-"""How much longer than in a step everything else may take: first steps, evaluation, saving."""
+"""Factor on the limit of a step for everything else: first steps, evaluation, saving."""
 FIRST_STEPS = 3
-"""Steps of a life that have the longer limit, too: something may be compiled in them."""
+"""First steps of a life, which also have the longer limit: they may compile something."""
 USUAL_STEPS = 20.0
-"""How many usual steps a step may always take."""
+"""Number of typical step durations that a step may always take."""
 LONGEST = 3.0
-"""How many times as long as the longest pause of this life a pause may always be."""
+"""Factor on the longest pause of this life that a pause may always take."""
 MOST_SEEN = 5.0
-"""Seconds that one look adds at most, however long ago the last one was."""
+"""Largest number of seconds that one poll adds, however long ago the last one was."""
 
 
 class Phase(IntEnum):
-    """Where a replica is, in the order in which it comes by."""
+    """The phase of a replica, in the order of a step."""
 
     START = 0
-    """It has not begun a step: models are built, data are prepared, state is restored."""
+    """No step has begun: models are built, data are prepared, state is restored."""
     BETWEEN = 1
-    """Between two steps or two epochs: it keeps or saves its state, or evaluates."""
+    """Between two steps or two epochs: it copies or saves its state, or evaluates."""
     STEP = 2
     """In a step, before its gradient is complete."""
     WAITING = 3
@@ -43,48 +43,48 @@ class Phase(IntEnum):
     AFTER = 4
     """The reduction is over; the optimizer steps, and the rest of the loop body follows."""
     DONE = 5
-    """The training is over; what the script does now may take as long as it likes."""
+    """The training is over; the rest of the script may take any time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """What one replica shows of itself."""
+    """The published state of one replica."""
 
     rank: int
-    """Which replica."""
+    """Number of the replica's worker."""
     beats: int
-    """What it has done so far, counted."""
+    """Count of its events so far."""
     begun: int
     """Steps that it has begun in this life."""
     phase: Phase
-    """Where it is."""
+    """Its phase."""
     alive: int = 0
-    """Counted by a thread of its own once a second, whatever its main thread does."""
+    """Count that a separate thread increases once a second, whatever the main thread does."""
     evaluating: bool = False
     """Whether its model is not in training mode."""
     stopped: bool = False
     """Whether the system has stopped the process (SIGSTOP)."""
     debugged: bool = False
-    """Whether somebody looks at it with a debugger."""
+    """Whether a debugger is attached to it."""
 
     @property
     def position(self) -> tuple[int, int]:
-        """How far it has come, comparable between replicas."""
+        """Its position in the training, comparable between replicas."""
         return self.begun, int(self.phase)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What has been seen of the replicas so far, from the start of their life on."""
+    """Observations of the replicas since the start of their life."""
 
     counts: tuple[tuple[int, int, int], ...] = ()
-    """Rank, beats and signs of life of each replica, when it was looked at last."""
+    """Rank, beats and signs of life of each replica at the last poll."""
     quiet: float = 0.0
-    """Seconds since any of them did anything."""
+    """Seconds since the last event of any of them."""
     silent: tuple[tuple[int, float], ...] = ()
-    """Rank of each replica, and seconds since it gave a sign of life."""
+    """Rank of each replica, and seconds since its last sign of life."""
     longest: float = 0.0
-    """The longest quiet time that came to an end by itself, in seconds, after the first steps."""
+    """Longest quiet time that ended without intervention, in seconds, after the first steps."""
     watched: float = 0.0
     """Seconds since a first step began."""
     begun: int = 0
@@ -92,8 +92,8 @@ class Seen:
 
     @property
     def usual_step(self) -> float:
-        """Seconds of a step with all that is around it, on average."""
-        # Not the quiet time that is under way, or a job that hangs would raise its own limit.
+        """Mean seconds of a step, including everything between steps."""
+        # Without the current quiet time, or a hung job would raise its own limit.
         return max(0.0, self.watched - self.quiet) / self.begun if self.begun else 0.0
 
 
@@ -102,23 +102,23 @@ class Hang:
     """A job that makes no progress."""
 
     quiet: float
-    """Seconds for which nothing was done."""
+    """Seconds without progress."""
     limit: float
     """Seconds that were allowed."""
     guilty: tuple[int, ...]
-    """Ranks of those that hold the others up; empty if they are not among those looked at."""
+    """Ranks of the replicas that block the others; empty if they are not among those polled."""
     told_apart: bool
-    """Whether the guilty ones differ from the others, or are just all there are."""
+    """Whether the guilty replicas are at another point than the others; False if all are guilty."""
 
 
 def look(before: Seen, signs: Sequence[Sign], elapsed: float) -> Seen:
-    """Looks at the replicas once more.
+    """Update the observations with one poll.
 
     Args:
-        before: What was seen until now.
-        signs: What they show now: of all replicas that can be seen.
-        elapsed: Seconds since the last look, by any clock. More than `MOST_SEEN` were not spent
-            looking, so nobody knows what the replicas could have done in them.
+        before: Observations so far.
+        signs: Current states of all visible replicas.
+        elapsed: Seconds since the last poll, by any clock. At most `MOST_SEEN` of them count: it is
+            unknown whether the replicas could run in the rest.
     """
     elapsed = min(max(elapsed, 0.0), MOST_SEEN)
     counts = tuple((sign.rank, sign.beats, sign.alive) for sign in signs)
@@ -149,12 +149,12 @@ def look(before: Seen, signs: Sequence[Sign], elapsed: float) -> Seen:
 
 
 def limit(seen: Seen, signs: Sequence[Sign], timeout: float) -> float:
-    """Seconds for which these replicas may do nothing; infinite where that cannot be said.
+    """Seconds that these replicas may go without progress; infinite if there is no limit.
 
     Args:
-        seen: What was seen of them.
-        signs: What they show now.
-        timeout: The limit within a step, in seconds. It is raised where steps take long.
+        seen: Observations of them.
+        signs: Their current states.
+        timeout: The limit within a step, in seconds. It is raised if steps take long.
     """
     if not signs or any(sign.debugged for sign in signs):
         return math.inf
@@ -175,15 +175,15 @@ def limit(seen: Seen, signs: Sequence[Sign], timeout: float) -> float:
 def find(
     seen: Seen, signs: Sequence[Sign], timeout: float, *, others_exist: bool = False
 ) -> Hang | None:
-    """Says who holds up the job, if it is held up.
+    """Find the replicas that block the job, if it is blocked.
 
     Args:
-        seen: What was seen of the replicas, this moment included.
-        signs: What they show now.
+        seen: Observations of the replicas, including this poll.
+        signs: Their current states.
         timeout: The limit within a step, in seconds.
-        others_exist: Whether there are replicas that cannot be seen from here. If all that can be
-            seen wait in the reduction, one of those is missing, and whoever sees it has as long
-            again to deal with it.
+        others_exist: Whether there are replicas that are not visible here. If all visible ones wait
+            in the reduction, one of the others is missing, and its watchdog gets as long again to
+            handle it.
     """
     allowed = limit(seen, signs, timeout)
     if seen.quiet < allowed:
@@ -203,5 +203,5 @@ def find(
 
 
 def _frozen(seen: Seen, seconds: float) -> list[int]:
-    """Ranks of replicas that have given no sign of life, whatever they were doing."""
+    """Ranks of replicas without a sign of life for this long, in any phase."""
     return [rank for rank, silent in seen.silent if silent >= seconds]

@@ -1,8 +1,8 @@
-"""Whether it is worth while to start a job again that keeps failing.
+"""Whether a job that keeps failing should be restarted again.
 
-A life is the time from a start of the workers to their failure. A life that makes a new step is
-worth another one, however many there were. A script with a fault makes none: it fails where it
-failed before, be it after a second or after an hour.
+A life is the time from a start of the workers to their failure. A life that completes a new step
+justifies another one, however many there were. A script with a bug completes none: it fails where
+it failed before, be it after a second or after an hour.
 """
 
 from __future__ import annotations
@@ -10,44 +10,44 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 MOST_FRUITLESS = 5
-"""Lives in a row without a new step after which a job is given up."""
+"""Consecutive lives without a new step after which the agent gives up."""
 EARLY = 30.0
-"""Seconds within which a life of workers that show no steps is a short one."""
+"""Seconds below which a life counts as short, if its workers report no steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """One life of the workers, which has failed."""
+    """One failed life of the workers."""
 
     seconds: float
-    """How long it was."""
+    """Its duration."""
     shows: bool = False
-    """Whether its workers have shown that they would show their steps."""
+    """Whether its workers report their steps."""
     began: int | None = None
-    """The step from which it started; None if it came to no training."""
+    """The step at which it started; None if it did not start training."""
     ended: int | None = None
-    """The last step it was at; None likewise."""
+    """Its last step; None if it did not start training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lives:
-    """What is remembered of the lives of a job."""
+    """Summary of the lives of a job so far."""
 
     best: int | None = None
-    """The last step that any of them was at; None if none has shown its steps."""
+    """The highest step that any of them reached; None if none has reported steps."""
     began: int | None = None
-    """Where the last one that showed its steps started."""
+    """First step of the latest life that reported steps."""
     fruitless: int = 0
-    """Lives in a row that made no new step."""
+    """Consecutive lives without a new step."""
     shows: bool = False
-    """Whether any of them has shown that it would show its steps."""
+    """Whether any of them reports its steps."""
 
     def after(self, life: Life) -> Lives:
-        """What is remembered after one more life.
+        """The summary after one more life.
 
-        A life that starts from an earlier step than the one before has lost state, as with a
-        machine. What it makes again counts as new. Where no life has ever shown its steps, the
-        script may not be one that does: then only short ones count as fruitless.
+        A life that starts at an earlier step than the previous one has lost state, for example with
+        a machine. Its repeated steps count as new. If no life has ever reported steps, the script
+        may not use resilin: then only short lives count as fruitless.
         """
         if life.ended is None or life.began is None:
             shows = self.shows or life.shows
@@ -67,5 +67,5 @@ class Lives:
 
     @property
     def hopeless(self) -> bool:
-        """Whether another life would be of no use."""
+        """Whether another restart would be useless."""
         return self.fruitless >= MOST_FRUITLESS

@@ -1,10 +1,10 @@
-"""Gradient noise: how much of a gradient is signal, estimated without bias from its parts.
+"""Gradient noise: unbiased estimates of signal and noise from the parts of a gradient.
 
 One pair of numbers, `|G|^2` (squared norm of the true gradient) and `T` (trace of the
 covariance of one sample's gradient), drives the learning rate, the clock, clipping and
 goodput. A mean gradient over b samples has `E|g|^2 = |G|^2 + T/b`; comparing two or more
-batch sizes within one step tells the two apart. All sizes are in samples, or in tokens
-throughout when batches are weighted by tokens.
+batch sizes within one step separates the two. All sizes are in samples, or in tokens
+throughout if batches are weighted by tokens.
 
 Estimators return a `NoiseSample`, which is noisy and may be negative; `NoiseAverage` pools
 them, and only the average is clipped at zero, because clipping each sample would bias it.
@@ -39,15 +39,15 @@ class Noise:
     @property
     def phi(self) -> float:
         """The noise scale `trace / sqr_norm`: the batch size at which noise equals signal."""
-        if self.sqr_norm == 0:
-            return math.inf if self.trace else math.nan
-        return self.trace / self.sqr_norm
+        if self.sqr_norm == 0 and self.trace:
+            return math.inf
+        return float(noise_scale(self.sqr_norm, self.trace))
 
     def efficiency(self, batch_size: ArrayLike, reference: float) -> NDArray[np.float64]:
         """Progress per sample at `batch_size`, relative to the reference batch.
 
         `(phi + reference) / (phi + batch_size)`: 1 at the reference batch, less above it, more
-        below. Where there is neither signal nor noise, nothing is gained by a larger batch.
+        below. Without signal and noise, a larger batch has no benefit.
         """
         _validate.real("reference", reference, above=0)
         size = np.asarray(batch_size, dtype=np.float64)
@@ -60,7 +60,7 @@ class Noise:
         )
 
     def gain(self, batch_size: float, reference: float) -> float:
-        """How many reference steps one step at `batch_size` is worth.
+        """Worth of one step at `batch_size`, in reference steps.
 
         With scale `S = batch_size / reference` this is between 1 and S for S >= 1, and between S
         and 1 below. It assumes that both batches are drawn at this same point of training.
@@ -72,10 +72,21 @@ class Noise:
         return Noise(self.sqr_norm + other.sqr_norm, self.trace + other.trace)
 
 
-def gain(noise: Noise | None, batch_size: float, reference: float) -> float:
-    """The gain, also while nothing is known about the noise.
+def noise_scale(sqr_norm: ArrayLike, trace: ArrayLike) -> NDArray[np.float64]:
+    """The noise scale `trace / sqr_norm` of estimates, for each entry.
 
-    Without an estimate the answer is the smallest gain that any noise could give: 1 above the
+    NaN without an estimate of both, and where the squared norm, which is estimated, is not above 0:
+    then there is no signal to compare with.
+    """
+    norm = np.asarray(sqr_norm, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        return np.asarray(np.asarray(trace) / np.where(norm > 0, norm, np.nan))
+
+
+def gain(noise: Noise | None, batch_size: float, reference: float) -> float:
+    """The gain, also without an estimate of the noise.
+
+    Without an estimate it is the smallest gain that any noise could give: 1 above the
     reference batch, the scale itself below. It never trains faster than the evidence allows.
     """
     if noise is None:
@@ -92,7 +103,7 @@ class NoiseSample:
     trace: float
     """Estimate of the trace of one sample's covariance."""
     batch_size: float
-    """Samples behind the estimate."""
+    """Number of samples in the estimate."""
     dof: float
     """Degrees of freedom of `trace`: its variance falls as 1 / dof."""
 
@@ -109,7 +120,7 @@ def from_micro_batches(
 
     Unbiased for every split. It assumes that samples are drawn independently (or, with
     `population`, without replacement) and that each micro-gradient is the mean over its own
-    samples. BatchNorm breaks the second: its gradient depends on the micro-batch, and the
+    samples. BatchNorm violates the second: its gradient depends on the micro-batch, and the
     estimate is then approximate. Splitting an ordinary batch in two ("probe") and per-sample
     gradients (sizes of 1) are special cases, and as unbiased.
 
@@ -118,10 +129,10 @@ def from_micro_batches(
         sqr_norms: Squared norm of each micro-batch's mean gradient.
         mean_sqr_norm: Squared norm of the combined gradient, `|sum_i weights_i g_i|^2`.
         weights: Weight of each micro-gradient in the combined gradient; they sum to 1. The
-            default is its share of the samples, which is what a resilin step applies. Plain
-            DDP averages instead: pass `1/n` each.
+            default is its share of the samples, as in a resilin step. Plain DDP averages instead:
+            pass `1/n` each.
         population: Samples in the training set, to estimate the gradient of that set rather
-            than of the distribution behind it.
+            than of the underlying distribution.
 
     Raises:
         ValueError: Fewer than two micro-batches, whose difference carries the information.
@@ -168,11 +179,11 @@ def from_sums(
     mean_sqr_norm: float,
     population: float | None = None,
 ) -> NoiseSample:
-    """`from_micro_batches` from what one reduction over the replicas can carry.
+    """`from_micro_batches` from sums that one reduction over the replicas can compute.
 
     Args:
         batch_size: Samples in all micro-batches.
-        num_micro_batches: How many micro-batches there were, over all replicas.
+        num_micro_batches: Number of micro-batches over all replicas.
         weighted_sqr_norm: `sum_i (b_i / B) |g_i|^2`: each replica adds its own terms.
         mean_sqr_norm: `|sum_i (b_i / B) g_i|^2`, the squared norm of the step's gradient.
         population: As in `from_micro_batches`.
@@ -189,39 +200,13 @@ def from_sums(
     )
 
 
-def from_consecutive(
-    sizes: tuple[float, float], inner_product: float, difference_sqr_norm: float
-) -> NoiseSample:
-    """Estimates noise from the whole gradients of two consecutive steps. Biased; a last resort.
-
-    It needs no split step, but pretends that the parameters did not move in between. With
-    learning rate lr and Hessian H the expectation of `sqr_norm` is lower than the truth by
-    about `lr * (G'HG + tr(H Sigma) / B)`; at the stationary point of SGD that makes it the
-    negative of the truth, the average clips to 0, and the gain becomes the scale. Prefer
-    splitting an occasional step in two (`from_micro_batches`).
-
-    Args:
-        sizes: Samples in the earlier and in the later batch.
-        inner_product: Inner product of the two gradients.
-        difference_sqr_norm: Squared norm of their difference.
-    """
-    first, second = sizes
-    _validate.real("sizes", min(sizes), above=0)
-    return NoiseSample(
-        sqr_norm=inner_product,
-        trace=difference_sqr_norm / (1 / first + 1 / second),
-        batch_size=first + second,
-        dof=1,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class NoiseAverage:
     """Moving average of noise samples. A value: `update` returns the next one.
 
     Numerators and denominators are kept apart, so a young average is the plain weighted mean of
-    its samples. `trace` is weighted by degrees of freedom, `sqr_norm` by samples: each by what
-    makes its own estimate precise. Both are in units of one sample, so a change of the batch
+    its samples. `trace` is weighted by degrees of freedom, `sqr_norm` by samples, which determine
+    the precision of each. Both are in units of one sample, so a change of the batch
     size or of the number of replicas needs no conversion.
     """
 
@@ -244,8 +229,8 @@ class NoiseAverage:
 
         Args:
             sample: The estimate of this step.
-            elapsed: Samples trained since the last update, this step's included; more than the
-                step's own when statistics are not taken every step. None means just this step's.
+            elapsed: Samples trained since the last update, including this step; more than those of
+                the step if not every step is measured. None means only those of this step.
 
         Raises:
             ValueError: The sample is not finite; such a step must not be counted at all.
@@ -272,12 +257,12 @@ class NoiseAverage:
         )
 
     def state(self) -> dict[str, float]:
-        """All of it, for a checkpoint; JSON-compatible."""
+        """The state for a checkpoint; JSON-compatible."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> NoiseAverage:
-        """Restores what `state` returned."""
+        """The inverse of `state`."""
         return cls(**{name: float(value) for name, value in state.items()})
 
 

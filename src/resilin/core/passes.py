@@ -1,4 +1,4 @@
-"""Which passes over a loader are complete, so that a restarted script does not make them again."""
+"""Complete passes over a loader, which a restarted script does not repeat."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassCount:
-    """How many passes over one loader are complete, in the epoch that is under way.
+    """Number of complete passes over one loader in the current epoch.
 
-    After a restart the script runs the epoch from its beginning. The passes that were complete are
-    not made again: iterating over the loader then yields nothing.
+    After a restart the script runs the epoch from its beginning. Passes that were complete are not
+    repeated: iterating over the loader then yields nothing.
 
     Examples:
         >>> first = PassCount().begin(0, {})
@@ -27,15 +27,15 @@ class PassCount:
     complete: int = 0
     """Passes that are complete in it."""
     within: Mapping[str, int] = field(default_factory=dict)
-    """Positions of the enclosing training iterations, by loader: other positions count anew."""
+    """Positions of the enclosing training iterations, by loader; others start a new count."""
     under_way: bool = False
-    """Whether a pass has begun and is not complete; it stays so if it was left early."""
+    """Whether a pass has begun and is not complete; stays True if it was left early."""
     until: int | None = None
-    """Where that pass ends in the stream, if the data decide it."""
+    """End of that pass in the stream, if the data determine it."""
     seen: int = 0
-    """How many of the complete passes this process has made or left out."""
+    """Number of complete passes that this process has made or skipped."""
     left_out: bool = False
-    """Whether the pass that has just begun was complete before a restart, and is left out."""
+    """Whether the current pass was complete before a restart, and is skipped."""
 
     def begin(self, epoch: int, enclosing: Mapping[str, int]) -> PassCount:
         """Begins a pass.
@@ -51,11 +51,12 @@ class PassCount:
         return replace(now, under_way=True, left_out=False)
 
     def end(self, began: Mapping[str, int], now: Mapping[str, int]) -> PassCount:
-        """Completes the pass under way.
+        """Complete the current pass.
 
         Args:
             began: Positions of the enclosing iterations when it began.
-            now: The same now. One that has moved since does not enclose it: both are zipped.
+            now: Their current positions. An iteration that has moved since does not enclose the
+                pass: both are zipped.
         """
         complete = self.complete + 1
         within = {name: at for name, at in began.items() if now.get(name) == at}
@@ -73,7 +74,7 @@ class PassCount:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], cursor: int) -> PassCount:
-        """Takes over what `state` returned; also reads what resilin 0.1.0 wrote.
+        """The inverse of `state`; also reads the state of resilin 0.1.0.
 
         Args:
             state: The state of a loader.
@@ -90,6 +91,6 @@ class PassCount:
             until=state["until"],
         )
         if count.until is not None and cursor >= count.until:
-            # All its data are used; the process was lost before the iteration was asked on.
+            # All its data are used; the process was lost before the iteration ended.
             return replace(count, complete=count.complete + 1, under_way=False, until=None)
         return count

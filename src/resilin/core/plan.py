@@ -1,9 +1,10 @@
-"""How one global batch is split into micro-batches, for any number of replicas.
+"""Plans: the split of one global batch into micro-batches, for any number of replicas.
 
 A plan is pure arithmetic over (global batch, replicas, local bounds). Every replica
-computes the same plan, so nothing has to be sent. Nothing has to divide: the sizes sum
+computes the same plan, so nothing has to be sent. Nothing has to be divisible: the sizes sum
 to the global batch, differ by at most one among equal replicas, and never exceed the
-stated maximum. What cannot be planned is a `ValueError` with both values in it.
+given maximum. All replicas run the same number of micro-batches. An impossible plan is a
+`ValueError` with both values in it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from resilin.core import _validate
 
 
 class PlanError(ValueError):
-    """The bounds leave no way to split this global batch over this many replicas."""
+    """The bounds do not allow splitting this global batch over this many replicas."""
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -27,15 +28,17 @@ def _ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """How one global batch is split: per replica, a list of micro-batch sizes.
+    """The split of one global batch: per replica, a list of micro-batch sizes.
 
-    Equal replicas run the same number of micro-batches whenever there are enough samples, so
-    that they reach the reduction together; their micro-batch sizes differ by at most one. With
-    equal replicas each answer is closed-form: nothing of the size of the job is ever built.
-    `steps`, `batch_size` and `gpus` are what users of accumulation planners call these things.
+    All replicas run the same number of micro-batches, the number that the largest share needs: a
+    module whose forward pass has collectives (SyncBatchNorm, tensor parallelism, FSDP) would wait
+    forever otherwise. The sizes of one replica differ by at most one, and so do those of equal
+    replicas. A replica with fewer samples than micro-batches runs filler batches (size 0). With
+    equal replicas each answer is closed-form: nothing grows with the size of the job.
+    `steps`, `batch_size` and `gpus` are the names that other accumulation planners use.
 
     Raises:
-        PlanError: The bounds leave no way to split this batch over this many replicas.
+        PlanError: The bounds do not allow splitting this batch over this many replicas.
     """
 
     global_batch_size: int
@@ -43,7 +46,7 @@ class BatchPlan:
     replicas: int
     """Data-parallel members that share the batch."""
     max_local_bsz: int | None = None
-    """Largest micro-batch that fits on a replica; None means that anything fits."""
+    """Largest micro-batch that fits on a replica; None sets no limit."""
     min_local_bsz: int = 0
     """Smallest micro-batch worth running; 0 lets a replica go without samples."""
     gradient_accumulation: bool = True
@@ -51,12 +54,12 @@ class BatchPlan:
     speeds: tuple[float, ...] | None = None
     """Relative speed of each replica; None means that all are equal.
 
-    Shares then follow the speeds, while `stream.Ownership` deals positions out equally: such a
-    plan says how to split a batch, not yet who owns which position of the stream.
+    Shares then follow the speeds, while `stream.Ownership` distributes positions equally: such a
+    plan defines the split of a batch, but not yet who owns which position of the stream.
     """
 
     _shares: NDArray[np.int64] | None = field(init=False, repr=False, compare=False)
-    _steps: NDArray[np.int64] | int = field(init=False, repr=False, compare=False)
+    _steps: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _validate.whole("global_batch_size", self.global_batch_size, at_least=1)
@@ -66,12 +69,9 @@ class BatchPlan:
             floor = max(1, self.min_local_bsz)
             _validate.whole("max_local_bsz", self.max_local_bsz, at_least=floor)
         self._check_room()
-        if self.speeds is None:
-            object.__setattr__(self, "_shares", None)
-            largest = _ceil_div(self.global_batch_size, self.replicas)
-            object.__setattr__(self, "_steps", self._steps_for(largest))
-        else:
-            self._plan_unequal(self.speeds)
+        shares = None if self.speeds is None else self._unequal_shares(self.speeds)
+        object.__setattr__(self, "_shares", shares)
+        object.__setattr__(self, "_steps", self._steps_for(self._largest_share))
         self._check_smallest()
 
     def _check_room(self) -> None:
@@ -93,23 +93,26 @@ class BatchPlan:
             )
 
     def _check_smallest(self) -> None:
-        steps = np.asarray(self._steps)
-        shares = np.asarray(self.share(self.replicas - 1) if self._shares is None else self._shares)
-        smallest = shares // steps
-        if self.min_local_bsz and (smallest < self.min_local_bsz).any():
-            worst = int(np.argmin(smallest))
-            share, num = shares.reshape(-1)[worst], steps.reshape(-1)[worst]
+        share = self.share(self.replicas - 1) if self._shares is None else int(self._shares.min())
+        smallest = share // self._steps
+        if smallest < self.min_local_bsz:
             raise PlanError(
                 f"global batch size ({self.global_batch_size}) over {self.replicas} replicas: a "
-                f"share of {share} needs {num} micro-batches under the largest local "
-                f"batch ({self.max_local_bsz}), and they would be smaller ({smallest.min()}) than "
+                f"share of {share} needs {self._steps} micro-batches under the largest local "
+                f"batch ({self.max_local_bsz}), and they would be smaller ({smallest}) than "
                 f"the smallest ({self.min_local_bsz})"
             )
 
     def _steps_for(self, share: int) -> int:
         return 1 if self.max_local_bsz is None else max(1, _ceil_div(share, self.max_local_bsz))
 
-    def _plan_unequal(self, speeds: tuple[float, ...]) -> None:
+    @property
+    def _largest_share(self) -> int:
+        if self._shares is None:
+            return _ceil_div(self.global_batch_size, self.replicas)
+        return int(self._shares.max())
+
+    def _unequal_shares(self, speeds: tuple[float, ...]) -> NDArray[np.int64]:
         if len(speeds) != self.replicas:
             raise ValueError(
                 f"speeds has {len(speeds)} entries but there are {self.replicas} replicas"
@@ -119,15 +122,7 @@ class BatchPlan:
             raise ValueError(f"speeds must be finite and above 0, got {speeds!r}")
         cap = self.max_local_bsz if not self.gradient_accumulation else None
         upper = self.global_batch_size if cap is None else cap
-        shares = _proportional(self.global_batch_size, speed, self.min_local_bsz, upper)
-        # Replicas of one speed run the same number of micro-batches: the number their largest
-        # share needs.
-        _, kind = np.unique(speed, return_inverse=True)
-        largest = np.zeros(kind.max() + 1, dtype=np.int64)
-        np.maximum.at(largest, kind, shares)
-        steps = np.array([self._steps_for(int(share)) for share in largest], dtype=np.int64)[kind]
-        object.__setattr__(self, "_shares", shares)
-        object.__setattr__(self, "_steps", steps)
+        return _proportional(self.global_batch_size, speed, self.min_local_bsz, upper)
 
     def share(self, replica: int) -> int:
         """Samples that this replica contributes to the global batch."""
@@ -138,23 +133,25 @@ class BatchPlan:
         return share + (replica < extra)
 
     def micro_batches(self, replica: int) -> tuple[int, ...]:
-        """Sizes of this replica's micro-batches, largest first; empty if it has no samples."""
-        share = self.share(replica)
-        steps = self._steps if isinstance(self._steps, int) else int(self._steps[replica])
-        size, extra = divmod(share, steps)
-        return (size + 1,) * extra + (size,) * (steps - extra if size else 0)
+        """Sizes of this replica's micro-batches: `steps` of them, on every replica.
+
+        Filler batches (0) come first, where the replica has fewer samples than micro-batches: no
+        gradient is there yet that would have to be kept apart from theirs. The others follow,
+        largest first.
+        """
+        size, extra = divmod(self.share(replica), self._steps)
+        whole = self._steps - extra
+        return (size + 1,) * extra + (size,) * whole if size else (0,) * whole + (1,) * extra
 
     @property
     def steps(self) -> int:
-        """Gradient-accumulation steps: the most micro-batches that any replica runs."""
-        return int(np.max(self._steps))
+        """Gradient-accumulation steps: the micro-batches that each replica runs."""
+        return self._steps
 
     @property
     def batch_size(self) -> int:
         """The local batch size: the largest micro-batch of any replica."""
-        if self._shares is None:
-            return self.micro_batches(0)[0]
-        return int(np.max(-(-self._shares // self._steps)))
+        return _ceil_div(self._largest_share, self._steps)
 
     @property
     def gpus(self) -> int:
@@ -171,7 +168,7 @@ def _proportional(
 ) -> NDArray[np.int64]:
     """Whole shares in [lower, upper] that sum to `total` and follow `speed` where bounds allow."""
     # The sum of clip(rate * speed) grows with the rate, so bisection finds the rate that uses up
-    # the batch; `low` keeps the sum at or below it, so rounding down never hands out too much.
+    # the batch; `low` keeps the sum at or below it, so rounding down never assigns too much.
     low, high = 0.0, (total + 1.0) / float(speed.min())
     for _ in range(100):
         rate = (low + high) / 2
@@ -192,7 +189,7 @@ def _proportional(
 
 @dataclass(frozen=True, slots=True)
 class BatchBounds:
-    """What the user allows: a limit on the global batch and limits on each micro-batch.
+    """Bounds set by the user: a limit on the global batch and limits on each micro-batch.
 
     Examples:
         >>> bounds = BatchBounds(max_batch_size=1000, local_bsz_bounds=(100, 200))
@@ -236,7 +233,7 @@ class BatchBounds:
 
     @property
     def max_replicas(self) -> int | None:
-        """Most replicas that any allowed batch can occupy; None if nothing limits them."""
+        """Largest number of replicas that any allowed batch can occupy; None without a limit."""
         lower = self.local_bsz_bounds[0] if self.local_bsz_bounds else 0
         if self.max_batch_size is None or not lower:
             return None
@@ -258,6 +255,21 @@ class BatchBounds:
             f"({lower}) x replicas ({replicas}) = {lower * replicas} exceeds max_batch_size "
             f"({self.max_batch_size}), which allows at most {self.max_replicas} replicas"
         )
+
+    def nearest(self, batch_size: int, replicas: int) -> int:
+        """The global batch size within the bounds that is nearest to this one.
+
+        Raises:
+            PlanError: No batch within the bounds can be split over this many replicas.
+        """
+        self.check_replicas(replicas)
+        size = batch_size
+        if self.local_bsz_bounds is not None:
+            lower, upper = self.local_bsz_bounds
+            size = max(size, lower * replicas)
+            if not self.gradient_accumulation:
+                size = min(size, upper * replicas)
+        return size if self.max_batch_size is None else min(size, self.max_batch_size)
 
     def plan(
         self, global_batch_size: int, replicas: int, speeds: Sequence[float] | None = None
@@ -289,7 +301,7 @@ class BatchBounds:
         )
 
     def possible_replicas(self, global_batch_size: int, among: Iterable[int]) -> list[int]:
-        """Those replica counts of `among` over which this global batch can be split."""
+        """The replica counts in `among` over which this global batch can be split."""
         return [count for count in among if self._try_plan(global_batch_size, count)[0] is not None]
 
     def table(self, global_batch_size: int, among: Iterable[int]) -> str:

@@ -1,14 +1,14 @@
-"""The step-time profile: what is known of how long steps take, as one bounded value.
+"""The step-time profile: measured step times as one bounded value.
 
-A live job measures each step. Kept as they come, the measurements would grow without end, and a
-garbage collection or a neighbour's burst would count as much as a normal step. The profile keeps,
+A live job measures each step. A list of all measurements would grow without bound, and a garbage
+collection or a burst of another process would count as much as a normal step. The profile keeps,
 for each way of running a step (its key: hosts, replicas, micro-batch, accumulation), the last few
-measurements, and answers with their medians: up to four hiccups among nine leave it where it was.
+measurements, and returns their medians: up to four outliers among nine do not change it.
 
-Knowledge fades. With each step that is observed, all that was known before loses a little weight,
-so `fit` believes recent steps, and the tuner can tell what it should look at again. Where the
-median of the key in use jumps, conditions have changed for the other keys as well: then all of
-them fade at once. The clock of fading is steps, not seconds: a paused job forgets nothing.
+Measurements decay. With each observed step, all earlier ones lose a little weight, so `fit`
+prefers recent steps, and the tuner can tell which sizes to measure again. If the median of the
+current key jumps, conditions have changed for the other keys as well: then all of them decay at
+once. Decay counts steps, not seconds: a paused job forgets nothing.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from resilin.core import _validate
 from resilin.core.fit import StepTime
 
 WINDOW = 9
-"""Measurements kept per key, and the most that a key can weigh."""
+"""Measurements kept per key, and the largest weight of a key."""
 HALF_LIFE = 300.0
 """Steps after which a measurement counts half."""
 JUMP = 0.1
-"""Change of the log of a key's median, from one step to the next, that ages all by a half-life."""
+"""Change of the log of a key's median in one step that ages all measurements by a half-life."""
 MAX_KEYS = 256
-"""Ways of running a step that are remembered."""
+"""Largest number of keys."""
 
 
 class Key(NamedTuple):
     """One way of running a step."""
 
     hosts: int
-    """Machines that the replicas are on."""
+    """Machines that the replicas run on."""
     replicas: int
     """Data-parallel members."""
     local_bsz: float
@@ -55,12 +55,12 @@ class Measured(NamedTuple):
     sync_seconds: float | None
     """Seconds of waiting for the reduction; None if not measured."""
     weight: float
-    """How many steps it stands for."""
+    """Number of steps that it represents."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Step times seen so far. A value: `observe` and `merge` return the next one.
+    """Step times seen so far. A value: `observe` returns the next one.
 
     Examples:
         >>> profile = StepProfile()
@@ -72,18 +72,18 @@ class StepProfile:
     """
 
     clock: float = 0.0
-    """Steps observed in all, and what jumps have added to them."""
+    """Total number of observed steps, plus the ageing by jumps."""
     windows: Mapping[Key, tuple[Measured, ...]] = field(default_factory=dict, hash=False)
     """The last measurements of each key, oldest first."""
 
     def observe(self, time: StepTime) -> StepProfile:
-        """Adds one measured step; what was known before counts for a little less."""
+        """Add one measured step; earlier measurements lose a little weight."""
         key = Key(time.hosts, time.replicas, float(time.local_bsz), time.accumulation_steps)
         before = self.windows.get(key, ())
         now = self.clock + 1
         new = Measured(now, time.compute_seconds, time.sync_seconds, time.weight)
         after = (*before[1 - WINDOW :], new)
-        # Only a full window of late steps tells a jump from a first hiccup, or from old news.
+        # Only a full window of recent steps distinguishes a jump from an outlier or from old data.
         if len(before) == WINDOW and now - before[0].at < HALF_LIFE:
             shift = abs(math.log(_median_step(key, after) / _median_step(key, before)))
             if shift > JUMP:
@@ -93,7 +93,7 @@ class StepProfile:
         return StepProfile(now, _bounded(windows, now))
 
     def observations(self) -> tuple[StepTime, ...]:
-        """What `fit` learns from: one entry per key, of medians and of what they still weigh."""
+        """Input of `fit`: one entry per key, with medians and their remaining weight."""
         return tuple(
             StepTime(
                 hosts=key.hosts,
@@ -116,24 +116,8 @@ class StepProfile:
         )
         return max(sizes, default=0.0)
 
-    def merge(self, other: StepProfile) -> StepProfile:
-        """What both know, as of the later of their clocks; the order does not matter.
-
-        Ages are kept: what was measured three steps before the end of one profile is three steps
-        old in the merged one.
-        """
-        now = max(self.clock, other.clock)
-        windows: dict[Key, tuple[Measured, ...]] = {}
-        for profile in (self, other):
-            late = now - profile.clock
-            for key, window in profile.windows.items():
-                moved = (item._replace(at=item.at + late) for item in window)
-                windows[key] = (*windows.get(key, ()), *moved)
-        recent = {key: tuple(sorted(windows[key], key=_order)[-WINDOW:]) for key in sorted(windows)}
-        return StepProfile(now, _bounded(recent, now))
-
     def state(self) -> dict[str, Any]:
-        """All of it, for a checkpoint; JSON-compatible."""
+        """The state for a checkpoint; JSON-compatible."""
         windows = [
             {"key": list(key), "measured": [list(item) for item in window]}
             for key, window in self.windows.items()
@@ -142,7 +126,7 @@ class StepProfile:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> StepProfile:
-        """Restores what `state` returned.
+        """The inverse of `state`.
 
         Raises:
             ValueError: A number in it cannot be a measured step.
@@ -164,7 +148,7 @@ def _read(key: Key, item: Iterable[Any], clock: float) -> Measured:
     at, compute, sync, weight = item
     if _validate.real("time of a measurement", at, at_least=0) > clock:
         raise ValueError(f"time of a measurement ({at}) must be at most clock ({clock})")
-    # It is checked by what will be made of it.
+    # Constructing the step checks its numbers.
     checked = StepTime(
         hosts=key.hosts,
         replicas=key.replicas,
@@ -175,12 +159,6 @@ def _read(key: Key, item: Iterable[Any], clock: float) -> Measured:
         weight=weight,
     )
     return Measured(float(at), checked.compute_seconds, checked.sync_seconds, checked.weight)
-
-
-def _order(item: Measured) -> tuple[float, float, float, float]:
-    # A total order: which of two profiles a measurement came from must not matter.
-    wait = -1.0 if item.sync_seconds is None else item.sync_seconds
-    return (item.at, item.compute_seconds, wait, item.weight)
 
 
 def _median_wait(window: tuple[Measured, ...]) -> float | None:
@@ -202,10 +180,10 @@ def _weight(window: tuple[Measured, ...], now: float) -> float:
 def _bounded(
     windows: dict[Key, tuple[Measured, ...]], now: float
 ) -> dict[Key, tuple[Measured, ...]]:
-    """The keys that weigh most, if there are too many."""
+    """The keys with the largest weights, if there are too many."""
     if len(windows) <= MAX_KEYS:
         return windows
-    # Of equal ones the later stay: by age first, since weights vanish below what a float can hold.
+    # Of equal ones the latest are kept: by age first, since small weights underflow.
     rank = {key: (_weight(window, now), window[-1].at) for key, window in windows.items()}
     keep = set(sorted(windows, key=rank.__getitem__)[-MAX_KEYS:])
     return {key: window for key, window in windows.items() if key in keep}

@@ -1,42 +1,46 @@
-"""The decisions of recovery: what is kept when, which copies are complete, which state wins.
+"""Decisions of recovery: when to copy, which copies are complete, and which state to resume from.
 
-Every replica of a job takes these decisions by itself, from numbers that all replicas have, so all
-of them decide alike. The functions here are the whole protocol; `training/recovery`, `memory` and
-`restore` only carry it out, and the simulator in `tests/protocol` runs the same functions over
-random histories of crashes.
-
-A job lives in **generations**: periods with one fixed set of replicas. A generation resumes from a
-state, commits steps and keeps copies until it ends, in order or by a crash. Two starts may take
-the same generation number, if neither saw the copies of the other; their **branch**, a random
-number drawn at the start, tells them apart.
+Every replica of a job makes these decisions on its own, from numbers that all replicas have, so all
+of them decide the same. The functions here are the whole protocol: `training/state` only executes
+it, and the simulator in `tests/protocol` runs the same functions over random histories of crashes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from resilin.core import time_share
+
 Source = Literal["memory", "checkpoint"]
-"""Where a state is found."""
+"""Storage of a state."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Version:
-    """Which state of the job it is; of two, the greater one is the one to resume from."""
+    """Version of the state of a job; of two, the greater one is the one to resume from."""
 
     generation: int
-    """The generation that reached it. A later one resumes from what earlier ones left."""
+    """The generation that reached it. A later one resumes from the state of earlier ones."""
     step: int
     """Optimizer steps committed."""
     epoch: int = 0
-    """Epochs of the user's loop that are done: what happens between two epochs makes no step."""
+    """Completed epochs of the user's loop: work between two epochs makes no step."""
     branch: int = 0
     """Random number of the start that reached it; copies of two branches are never mixed."""
 
     def __str__(self) -> str:
         return f"step {self.step} of generation {self.generation}"
+
+    def to_json(self) -> list[int]:
+        """The version as JSON."""
+        return [self.generation, self.step, self.epoch, self.branch]
+
+    @classmethod
+    def from_json(cls, state: Sequence[int]) -> Version:
+        """The reverse of `to_json`."""
+        return cls(*state)
 
 
 def next_generation(visible: Iterable[Version]) -> int:
@@ -44,7 +48,7 @@ def next_generation(visible: Iterable[Version]) -> int:
 
     Args:
         visible: Versions of all states that any replica can see, complete or not. A state that
-            could not be read must not win over what this generation does in its place.
+            could not be read must not win over the work of this generation.
     """
     return max((version.generation for version in visible), default=-1) + 1
 
@@ -58,11 +62,11 @@ def keep_interval(keep_seconds: float, step_seconds: float, share: float) -> int
     Args:
         keep_seconds: Time of one copy, summed over the replicas.
         step_seconds: Time of one step, summed over the same replicas.
-        share: Part of the time that copies may take.
+        share: Fraction of the time that copies may take.
     """
     if not step_seconds > 0:
         return 1
-    return max(1, math.ceil(keep_seconds / step_seconds / share))
+    return time_share.interval(keep_seconds / step_seconds, share)
 
 
 def is_kept(step: int, interval: int, *, stopping: bool) -> bool:
@@ -71,19 +75,19 @@ def is_kept(step: int, interval: int, *, stopping: bool) -> bool:
     Args:
         step: Optimizer steps committed.
         interval: Steps between two copies; 0 if there are none.
-        stopping: Whether the job stops here, so that no later copy can come.
+        stopping: Whether the job stops here, so that there is no later copy.
     """
     return interval > 0 and (stopping or step % interval == 0)
 
 
 def steps_at_risk(interval: int) -> int | None:
-    """Completed steps that the sudden death of one worker can cost.
+    """Completed steps that the loss of one worker can cost.
 
     Args:
         interval: Steps between two memory copies; 0 if there are none.
 
     Returns:
-        The number of steps, None if only checkpoints bound it.
+        The number of steps; None if only checkpoints limit it.
     """
     return interval - 1 if interval else None
 
@@ -91,25 +95,25 @@ def steps_at_risk(interval: int) -> int | None:
 # Copies in the memory of a host -----------------------------------------------------------------
 
 
-def shares_written(local_replica: int, num_local_replicas: int) -> tuple[int, ...]:
+def shares_written(local_process: int, num_local_processes: int) -> tuple[int, ...]:
     """Shares of the state that a replica writes: its own, and that of its neighbour.
 
     Each share is thereby written by two replicas, and any one of them may die at any moment.
     """
-    neighbour = (local_replica + 1) % num_local_replicas
-    return (local_replica,) if neighbour == local_replica else (local_replica, neighbour)
+    neighbour = (local_process + 1) % num_local_processes
+    return (local_process,) if neighbour == local_process else (local_process, neighbour)
 
 
 def next_buffer(last: int, *, again: bool) -> int:
-    """Which of a replica's two buffers the next copy goes to.
+    """Buffer, of a replica's two, that the next copy is written to.
 
-    The copy before stays whole while this one is written: all replicas of the host have completed
-    it, because a step lies between two copies, and no replica enters a step before its copy is
-    complete.
+    The previous copy stays intact while this one is written: all replicas of the host have
+    completed it, because a step lies between two copies, and no replica enters a step before its
+    copy is complete.
 
     Args:
         last: The buffer of the last copy, 0 or 1.
-        again: Whether that one is written over. Only where the state that the generation resumed
+        again: Whether that buffer is overwritten. Only if the state that the generation resumed
             from is still there, and there is no room for a third one.
     """
     return last if again else 1 - last
@@ -118,11 +122,11 @@ def next_buffer(last: int, *, again: bool) -> int:
 def may_forget(num_kept: int) -> bool:
     """Whether the copies of earlier generations may be removed from the host.
 
-    A step has been made since the first copy of this generation was complete on this replica, so
+    A step was completed since the first copy of this generation was complete on this replica, so
     that copy is complete on all replicas of the host.
 
     Args:
-        num_kept: Number of the copy that is to be written, from 1.
+        num_kept: Number of the next copy, from 1.
     """
     return num_kept >= 2
 
@@ -132,20 +136,20 @@ class CopyFile:
     """One complete file of a memory copy."""
 
     version: Version
-    """Which state it is a part of."""
+    """Version of the state it belongs to."""
     host: int
     """Number of the host in the generation that wrote it."""
     share: int
-    """Which share of the state it holds."""
+    """Number of the share of the state that it holds."""
     num_shares: int
-    """How many shares the state was dealt out to."""
+    """Number of shares of the state."""
 
 
 File = TypeVar("File", bound=CopyFile)
 
 
 def complete_copies(files: Iterable[File]) -> dict[Version, list[File]]:
-    """States of which a host has every share.
+    """States of which a host has all shares.
 
     Args:
         files: The complete files in the host's memory, of any version.
@@ -173,14 +177,14 @@ class Held:
     """A complete state in the memory of one host."""
 
     version: Version
-    """Which state it is."""
+    """Version of the state."""
     num_replicas: int
     """Replicas of the generation that wrote it."""
     previous: Version | None = None
-    """The copy before it, or the state that its generation resumed from."""
+    """The previous copy, or the state that its generation resumed from."""
     parts: Mapping[int, bool] = field(default_factory=dict)
     """Replicas whose own part of the state (sums, random generators) is here, and whether that
-    part holds anything."""
+    part is not empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,21 +192,21 @@ class Candidate:
     """A state to resume from."""
 
     version: Version
-    """Which state it is."""
+    """Version of the state."""
     source: Source
-    """Where it is."""
+    """Its storage."""
     whole: bool
-    """Whether the parts of all replicas are there, or nothing is in them."""
+    """Whether the parts of all replicas are there, or are empty."""
 
 
 def candidates(held: Iterable[Held], saved: Sequence[Version] = ()) -> list[Candidate]:
     """All states that the job can resume from, the best one first.
 
-    The newest wins, with one exception. A replica that dies in a step leaves the others one copy
-    ahead: the shared state is complete without it, its own part (sums, random generators) is that
-    of the copy before. So a state with missing parts gives way to the copy before it, if that one
-    is whole. No other state gives way: where a host is lost, its parts are lost in every copy, and
-    an older state that happens to be whole would cost steps.
+    The latest wins, with one exception. A replica that dies in a step leaves the others one copy
+    ahead: the shared state is complete without it, but its own part (sums, random generators) is
+    that of the previous copy. So a state with missing parts is passed over for the previous copy,
+    if that one is whole. No other state is passed over: if a host is lost, its parts are lost in
+    every copy, and an older state that happens to be whole would cost steps.
 
     Args:
         held: States in the memory of all hosts.
@@ -218,14 +222,14 @@ def candidates(held: Iterable[Held], saved: Sequence[Version] = ()) -> list[Cand
 
     def whole(version: Version) -> bool:
         there, before = parts[version], previous[version]
-        # A replica that is missing had something in the copy before, if it had anything.
+        # A missing replica had something in the previous copy, if it had anything.
         earlier = {} if before is None else parts.get(before, {})
         missing = [holds for replica, holds in earlier.items() if replica not in there]
         return len(there) == sizes[version] or not any([*there.values(), *missing])
 
     found = [Candidate(version, "memory", whole(version)) for version in parts]
     found += [Candidate(version, "checkpoint", True) for version in saved]
-    # Memory before storage, where both have the same state: it is the faster one.
+    # Memory before storage if both have the same state, because it is faster.
     found.sort(key=lambda each: (each.version, each.source == "memory"), reverse=True)
     if found and not found[0].whole:
         before = previous[found[0].version]

@@ -1,9 +1,9 @@
-"""Scaling rules: what a step at another batch size changes in the optimizer.
+"""Scaling rules: changes to the optimizer for a step at another batch size.
 
 With scale `S = B / B0` and efficiency `E = gain / S`, the known rules are one family,
-`lr / lr0 = S^p * E^q`: `PowerRule(p, q)`. A static rule (q = 0) goes with the `samples` clock,
-an adaptive one (q > 0) with the `progress` clock; gain-scaled learning rates on the samples
-clock are the worst of both. Time constants follow the clock: where a step advances it by c
+`lr / lr0 = S^p * E^q`: `PowerRule(p, q)`. A static rule (q = 0) uses the `samples` clock,
+an adaptive one (q > 0) the `progress` clock; gain-scaled learning rates on the samples
+clock are the worst of both. Time constants follow the clock: if a step advances it by c
 reference steps, `beta -> beta^c`, a model's moving average `rho -> rho^c`, and `lr * wd`
 grows by c. Every rule also holds below the reference batch, where S < 1.
 """
@@ -23,7 +23,7 @@ from resilin.core.clock import CLOCKS, ClockName
 from resilin.core.noise import Noise, gain
 
 ClipPolicy = Literal["loosen", "fixed", "invariant"]
-"""How a clipping threshold follows the batch size; see `clip_threshold`."""
+"""Policies by which a clipping threshold follows the batch size; see `clip_threshold`."""
 CLIP_POLICIES: tuple[ClipPolicy, ...] = ("loosen", "fixed", "invariant")
 """The names of all policies."""
 
@@ -34,12 +34,12 @@ class WeakEvidenceWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What a rule is told about one step, for one parameter group."""
+    """Input of a rule for one step and one parameter group."""
 
     scale: float
     """Global batch over reference batch, S."""
     gain: float
-    """Reference steps the step is worth, by the noise of this parameter group."""
+    """Worth of the step in reference steps, by the noise of this parameter group."""
     advance: float
     """Reference steps by which the rule's clock moves in this step: S, or the model's gain."""
     elapsed: float = 0.0
@@ -59,7 +59,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What to apply to the hyper-parameters of one group during one step."""
+    """Factors on the hyper-parameters of one group during one step."""
 
     lr: float = 1.0
     """Multiplies the learning rate."""
@@ -75,11 +75,11 @@ class Factors:
 
 @runtime_checkable
 class ScalingRule(Protocol):
-    """What a user's own rule has to offer."""
+    """The interface of a rule, also for your own rules."""
 
     @property
     def clock(self) -> ClockName:
-        """The clock that this rule's training time is measured by."""
+        """The clock in which this rule measures training time."""
         ...
 
     @property
@@ -96,9 +96,9 @@ class ScalingRule(Protocol):
 class PowerRule:
     """The family `lr / lr0 = S^p * E^q`, with scale S and efficiency E = gain / S.
 
-    `E` rests on the noise estimate: for SGD this is AdaScale's argument; for Adam-like optimizers
-    it is a rule that experiments support. No rule keeps a small-batch trajectory at equal cost
-    once the batch is far above the noise scale: adaptive ones then take more samples instead.
+    `E` depends on the noise estimate: for SGD this is AdaScale's argument; for Adam-like optimizers
+    it is supported by experiments. No rule keeps a small-batch trajectory at equal cost once the
+    batch is far above the noise scale: adaptive ones then use more samples instead.
     """
 
     p: float
@@ -110,10 +110,10 @@ class PowerRule:
     eps: bool = False
     """Whether Adam's epsilon follows the gradient noise: `eps / sqrt(S)`."""
     weight_decay: bool = False
-    """Whether `lr * wd` is held per unit of the clock."""
+    """Whether `lr * wd` is kept constant per unit of the clock."""
     # None only until __post_init__, so that the attribute always holds the name of a clock.
     clock: ClockName = None  # type: ignore[assignment]
-    """What training time is measured by; the default is `progress` if q > 0, else `samples`."""
+    """Clock that measures training time; the default is `progress` if q > 0, else `samples`."""
 
     def __post_init__(self) -> None:
         _validate.real("p", self.p, at_least=0)
@@ -144,8 +144,8 @@ class PowerRule:
 class LEGW:
     """Linear-epoch gradual warm-up: `lr * sqrt(S)`, warmed up over S times as many samples.
 
-    The rule brings the warm-up itself: the user's own schedule must not have one. It was shown
-    for one batch size per run; if the batch grows within the warm-up, the warm-up stretches.
+    The rule includes the warm-up: the user's own schedule must not have one. It was published
+    for one batch size per run; if the batch grows during the warm-up, the warm-up gets longer.
     """
 
     warmup: float
@@ -156,7 +156,7 @@ class LEGW:
 
     @property
     def clock(self) -> ClockName:
-        """The clock that this rule's training time is measured by."""
+        """The clock in which this rule measures training time."""
         return "samples"
 
     @property
@@ -166,7 +166,7 @@ class LEGW:
 
     def factors(self, scaling: Scaling) -> Factors:
         """Factors for one parameter group in one step."""
-        # The end of the step, so that the first step of a run is not wasted at a rate of zero.
+        # At the end of the step, so that the first step of a run does not have a rate of zero.
         elapsed = scaling.elapsed + scaling.advance
         warm = min(1.0, elapsed / (self.warmup * scaling.scale))
         return Factors(lr=warm * math.sqrt(scaling.scale), ema_power=scaling.advance)
@@ -183,7 +183,7 @@ RULES: Mapping[str, Callable[..., ScalingRule]] = MappingProxyType(
         "legw": LEGW,
     }
 )
-"""The rules that have a name. Rules of your own are passed as objects.
+"""The rules that have a name. Your own rules are passed as objects.
 
 `sqrt` keeps Adam's betas and epsilon; the square-root rule of Malladi et al. (2022), which scales
 them too, is `PowerRule(0.5, betas=True, eps=True)`.
@@ -195,7 +195,7 @@ def get_rule(rule: str | ScalingRule, **parameters: float) -> ScalingRule:
 
     Args:
         rule: A name in `RULES`, or an object with the methods of `ScalingRule`.
-        **parameters: What a named rule needs, such as `warmup` for `legw`.
+        **parameters: Parameters of a named rule, such as `warmup` for `legw`.
 
     Raises:
         ValueError: Unknown name, or parameters that the rule does not take or lacks.
@@ -203,7 +203,7 @@ def get_rule(rule: str | ScalingRule, **parameters: float) -> ScalingRule:
     """
     if not isinstance(rule, str):
         if parameters:
-            raise ValueError(f"parameters {sorted(parameters)} only go with the name of a rule")
+            raise ValueError(f"parameters {sorted(parameters)} can only be passed with a rule name")
         if not isinstance(rule, ScalingRule):
             raise TypeError(f"{rule!r} is not a scaling rule: it needs clock, adaptive, factors")
         return rule
@@ -213,15 +213,15 @@ def get_rule(rule: str | ScalingRule, **parameters: float) -> ScalingRule:
         return RULES[rule](**parameters)
     except TypeError as error:
         raise ValueError(
-            f"rule {rule!r} with parameters {parameters}: {error}; where only a name can be given, "
-            "give the rule itself, such as resilin.core.rules.LEGW(warmup=...)"
+            f"rule {rule!r} with parameters {parameters}: {error}; if only a name can be given, "
+            "pass the rule itself, such as resilin.core.rules.LEGW(warmup=...)"
         ) from None
 
 
 def rule_name(rule: ScalingRule) -> str:
-    """What the rule is called: its name in `RULES` if it has one, else its text form."""
+    """The name of the rule in `RULES` if it has one, else its text form."""
     for name, make in RULES.items():
-        # One that needs parameters is more than its name.
+        # A rule that needs parameters is not identified by its name.
         needed = [p for p in signature(make).parameters.values() if p.default is p.empty]
         if not needed and make() == rule:
             return name
@@ -233,13 +233,13 @@ _WEAK = ("Adafactor", "Adamax", "Lion", "Muon", "NAdam", "RAdam", "RMSprop")
 
 
 def default_rule(optimizer: str) -> ScalingRule:
-    """The rule that evidence suggests for an optimizer, by the name of its class.
+    """The default rule for an optimizer, by the name of its class.
 
     Warns:
         WeakEvidenceWarning: The optimizer is sign-like or Adam-like, but few experiments exist.
 
     Raises:
-        ValueError: No evidence at all: the user has to choose.
+        ValueError: There is no evidence: the user has to choose.
     """
     if optimizer in _STRONG:
         return get_rule(_STRONG[optimizer])
@@ -294,7 +294,7 @@ def total_noise(noise: Sequence[Noise | None]) -> Noise | None:
 
 
 def clip_threshold(max_norm: float, gain: float, policy: ClipPolicy = "loosen") -> float:
-    """The threshold that clips the averaged gradient of a step as intended at the reference.
+    """Clipping threshold for the averaged gradient of a step, from that at the reference batch.
 
     Averaging more samples shrinks the gradient: `E|g_B|^2 = E|g_B0|^2 / gain`. `invariant`
     follows that with `max_norm / sqrt(gain)` and so clips equally often at every batch size.
@@ -303,8 +303,8 @@ def clip_threshold(max_norm: float, gain: float, policy: ClipPolicy = "loosen") 
 
     Args:
         max_norm: The threshold at the reference batch.
-        gain: Reference steps the step is worth.
-        policy: One of the three.
+        gain: Worth of the step in reference steps.
+        policy: One of the three policies.
     """
     _validate.real("max_norm", max_norm, above=0)
     _validate.real("gain", gain, above=0)

@@ -1,9 +1,9 @@
-"""The sample stream: an endless, seeded order of samples that no world size can change.
+"""The sample stream: an endless, seeded order of samples, independent of the world size.
 
-All data state is `(seed, cursor)`. The order of an epoch is computed, not stored (but for a
-small table below 65,537 samples): any slice of 10^10 samples costs as much as its own length.
-The permutation is ours, down to the hash, because a resumed run must see the same order after
-any upgrade of numpy or torch; its `VERSION` is part of the saved state, and a change of the
+All data state is `(seed, cursor)`. The order of an epoch is computed, not stored (except for a
+small table below 65,537 samples): the cost of a slice of 10^10 samples depends on its length only.
+The permutation is implemented here, down to the hash, because a resumed run must see the same order
+after any upgrade of numpy or torch; its `VERSION` is part of the saved state, and a change of the
 order must raise it.
 """
 
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from resilin.core import _validate
 
 Tail = Literal["short", "straddle", "drop"]
-"""What happens to the last, incomplete batch of an epoch.
+"""Treatment of the last, incomplete batch of an epoch.
 
-`short`: it is a batch of its own. `straddle`: it is filled from the next epoch, each sample still
+`short`: it is a smaller batch. `straddle`: it is filled from the next epoch, each sample still
 once per epoch. `drop`: it is dropped, once for the whole epoch.
 """
 TAILS: tuple[Tail, ...] = ("short", "straddle", "drop")
@@ -32,7 +32,7 @@ TAILS: tuple[Tail, ...] = ("short", "straddle", "drop")
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _SAMPLES = 0x5A3F1C8E6B2D9047
-"""Keeps the seeds of samples apart from the keys of the order."""
+"""Separates the seeds of samples from the keys of the order."""
 _HALF = np.uint64(32)
 _ROUNDS = 8
 _MAX_SAMPLES = 2**48
@@ -54,7 +54,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @lru_cache(maxsize=4)
 def _keys(seed: int, epoch: int, n: int) -> NDArray[np.uint64]:
-    """The round keys of one epoch's permutation. Cached, as they stay for the whole epoch."""
+    """The round keys of one epoch's permutation. Cached for the whole epoch."""
     key: NDArray[np.uint64] = np.zeros(1, dtype=np.uint64)
     for word in (seed, epoch, n):
         key = _mix(key ^ np.uint64(word))
@@ -63,7 +63,7 @@ def _keys(seed: int, epoch: int, n: int) -> NDArray[np.uint64]:
 
 @lru_cache(maxsize=4)
 def _table(seed: int, epoch: int, n: int) -> NDArray[np.int64]:
-    """The whole permutation of a small epoch. Cached: an epoch asks for it once per step."""
+    """The whole permutation of a small epoch. Cached: it is used in every step."""
     keys = _mix(np.arange(n, dtype=np.uint64) ^ _keys(seed, epoch, n)[0])
     table = np.argsort(keys, kind="stable").astype(np.int64)
     table.flags.writeable = False
@@ -114,7 +114,7 @@ class SampleStream:
     """An endless, seeded, world-size-independent order of samples.
 
     Position p of the stream is sample `order(p % num_samples)` of epoch `p // num_samples`.
-    The stream itself does not move: the cursor is one integer that its owner keeps.
+    The stream itself has no position: the cursor is one integer that the caller keeps.
 
     Examples:
         >>> stream = SampleStream(10, seed=7)
@@ -128,11 +128,11 @@ class SampleStream:
     num_samples: int
     """Samples in one epoch."""
     seed: int = 0
-    """Chooses the order; in [0, 2^64)."""
+    """Seed of the order; in [0, 2^64)."""
     shuffle: bool = True
     """False keeps the order of the dataset."""
     fingerprint: str = ""
-    """What identifies the dataset, in the caller's words; a saved cursor is refused elsewhere."""
+    """Identity of the dataset; a saved cursor is rejected for another one."""
 
     def __post_init__(self) -> None:
         if _validate.whole("num_samples", self.num_samples, at_least=1) > _MAX_SAMPLES:
@@ -141,7 +141,7 @@ class SampleStream:
             raise ValueError(f"seed ({self.seed}) must be below 2^64")
 
     def indices(self, positions: range) -> NDArray[np.int64]:
-        """Samples at these positions, in order. Work and memory are those of the answer.
+        """Samples at these positions, in order. Time and memory are proportional to their number.
 
         Args:
             positions: Ascending positions, as from `Ownership.positions`. They may cross epochs.
@@ -160,7 +160,7 @@ class SampleStream:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def keys(self, positions: range) -> NDArray[np.uint64]:
-        """Seeds for random numbers of the samples at these positions: they depend on nothing else.
+        """Random seeds of the samples at these positions, which depend only on seed and position.
 
         Args:
             positions: Ascending positions, as for `indices`.
@@ -201,16 +201,16 @@ class SampleStream:
         return range(cursor + left, cursor + left + batch_size)
 
     def reference_steps(self, cursor: int, reference: int, *, tail: Tail = "short") -> float:
-        """How many steps the reference run had made when it stood at this cursor.
+        """Number of steps that the reference run had made at this cursor.
 
-        Reference steps and samples are proportional within an epoch, whatever batches the epoch
-        was really cut into, and agree with `len(loader)` of the reference run at its end: a short
-        last batch counts as a whole step, as in any PyTorch loop.
+        Reference steps and samples are proportional within an epoch, whatever the actual batches of
+        the epoch, and agree with `len(loader)` of the reference run at its end: a short last batch
+        counts as a whole step, as in any PyTorch loop.
 
         Args:
             cursor: A position in the stream.
             reference: The reference batch size.
-            tail: What the reference run did with the last batch of an epoch.
+            tail: Treatment of the last batch of an epoch in the reference run.
         """
         epoch, offset = divmod(_validate.whole("cursor", cursor, at_least=0), self.num_samples)
         per_epoch = self.steps_per_epoch(reference, tail=tail)
@@ -236,8 +236,8 @@ class SampleStream:
         """Returns the cursor of a saved state.
 
         Raises:
-            ValueError: The state belongs to another order or dataset; going on would repeat and
-                miss samples. The message names all that differs.
+            ValueError: The state belongs to another order or dataset; resuming would repeat and
+                skip samples. The message names all differences.
         """
         missing = [name for name in (*self._identity(), "cursor") if name not in state]
         if missing:
@@ -265,10 +265,10 @@ class SampleStream:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Which positions of the stream belong to which replica, during one generation.
+    """Assignment of the positions of the stream to replicas, during one generation.
 
-    Replica r owns the positions congruent to `base + r` modulo `replicas`. The batch size does
-    not enter, so changing it invalidates nothing that is being fetched ahead. Over any span of
+    Replica r owns the positions congruent to `base + r` modulo `replicas`. This does not depend on
+    the batch size, so changing the size does not invalidate prefetched samples. Over any span of
     positions the replicas' counts differ by at most one, as in a plan of equal replicas.
     """
 
@@ -284,8 +284,8 @@ class Ownership:
     def slot(self, replica: int, cursor: int) -> int:
         """This replica's place in the plan of the step that starts at `cursor`.
 
-        The owner of the first position takes place 0. Places rotate from step to step when the
-        batch does not divide, so that no replica is always the one with a sample more.
+        The owner of the first position takes place 0. Places rotate from step to step if the batch
+        is not divisible, so that no replica always has the additional sample.
         """
         if not 0 <= replica < self.replicas:
             raise ValueError(f"replica ({replica}) must be in [0, {self.replicas})")
@@ -294,7 +294,7 @@ class Ownership:
         return (replica - (cursor - self.base)) % self.replicas
 
     def positions(self, replica: int, span: range) -> range:
-        """Those positions of `span` that this replica owns, in order."""
+        """The positions in `span` that this replica owns, in order."""
         if span.step != 1:
             raise ValueError(f"span ({span}) must be contiguous")
         return range(span.start + self.slot(replica, span.start), span.stop, self.replicas)

@@ -1,22 +1,22 @@
-"""Words of others, made fit to be printed on one line.
+"""Untrusted text, made safe to print on one line.
 
-A path, a line of a log, the message of an error or the name of another machine may hold anything:
-what a terminal takes for a command, a million characters, lines that look like ours.
+A path, a line of a log, the message of an error or the name of another machine may contain
+anything: terminal control sequences, a million characters, lines that look like ours.
 """
 
 from __future__ import annotations
 
 LONGEST = 2000
-"""Characters of a line that is printed, at most."""
+"""Largest number of characters of a printed line."""
 
 
 def clean(text: str, longest: int = LONGEST) -> str:
-    """One line, without what a terminal would take for a command, and not too long.
+    """One line of limited length, without control characters.
 
     Args:
         text: Any text. Runs of white space become one space, and characters that cannot be printed,
             such as those of control sequences and of changes of direction, become `?`.
-        longest: Characters that are kept; how many were left out is said in their place.
+        longest: Number of characters to keep; the number of dropped ones is appended.
     """
     # Cut first: splitting a text of many megabytes takes many times its memory.
     kept, left = text[: 4 * longest], max(0, len(text) - 4 * longest)

@@ -1,12 +1,12 @@
-"""The step time as a function of placement and micro-batch: a model of eight numbers.
+"""The step time as a function of placement and micro-batch: a model with eight parameters.
 
 It is the form of Pollux (Qiao et al., OSDI 2021) with one more term. A micro-batch of m samples
 takes `compute_start + compute_per_sample * m`; reducing the gradient among K replicas takes
 `sync * (1 + ring * (1 - 2/K)) + growth * (K - 2)`, with separate numbers within one host and
-between hosts; the last micro-batch of a step hides part of the reduction, as much as `overlap`
-says. The `ring` term is the traffic of an all-reduce, which doubles from two replicas to many and
-no further; without it the first few replicas look like the start of a line that never ends.
-`ring = 0` is the published form. `fit` learns the numbers from measured steps.
+between hosts; the last micro-batch of a step hides a part of the reduction that depends on
+`overlap`. The `ring` term is the traffic of an all-reduce, which at most doubles from two replicas
+to many; without it the first few replicas look like the start of a line without end. `ring = 0` is
+the published form. `fit` estimates the parameters from measured steps.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from numpy.typing import ArrayLike, NDArray
 from resilin.core import _validate
 
 Floats = NDArray[np.float64]
-"""What the arrays of this module and its neighbours hold."""
+"""Type of the arrays in this module and related ones."""
 MAX_OVERLAP = 10.0
-"""Largest exponent of the overlap: from here on, the longer of the two times is all that counts."""
+"""Largest exponent of the overlap: from here on, only the longer of the two times matters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class ThroughputModel:
     host_growth: float
     """Seconds that each replica beyond two adds to it."""
     overlap: float
-    """Between 1, where backward hides nothing of the reduction, and 10, where all that it can."""
+    """From 1, where backward hides nothing of the reduction, to 10, where it hides all it can."""
     ring: float = 0.0
     """Share of the reduction between two replicas that grows with the traffic of many; 0 to 1."""
 
@@ -75,7 +75,7 @@ class ThroughputModel:
         """Seconds of one optimizer step; the arguments broadcast against each other.
 
         Args:
-            hosts: Machines that the replicas are on.
+            hosts: Machines that the replicas run on.
             replicas: Data-parallel members; one of them has nothing to reduce.
             local_bsz: Samples of a micro-batch.
             accumulation_steps: Micro-batches that each replica runs in the step, at least 1.
@@ -91,7 +91,7 @@ PARAMETERS = tuple(field.name for field in fields(ThroughputModel))
 
 
 class SyncShape(NamedTuple):
-    """What of a placement its reduction depends on."""
+    """The properties of a placement that its reduction depends on."""
 
     any: Floats
     """1 where there is something to reduce, 0 for a single replica."""

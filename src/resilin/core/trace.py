@@ -1,10 +1,10 @@
-"""Traces: how the batch size, or the number of replicas, went over a run.
+"""Traces: the batch size, or the number of replicas, over a run.
 
 A trace is a step function, given as CSV text with a header: `step,batchsize` or
-`time,replicas`. A value holds until the next line. Reading is strict: whatever is not
-understood is a `TraceError` that names source and line; nothing is skipped or guessed.
-Opening files is the caller's part. Made traces rest on numpy's generators, which may change
-with numpy: keep the trace, not only its seed.
+`time,replicas`. A value holds until the next line. Parsing is strict: anything unexpected is a
+`TraceError` that names the source and the line; nothing is skipped or guessed. The caller opens
+files. Generated traces depend on numpy's generators, which may change with numpy: keep the trace,
+not only its seed.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from resilin.core import _table, _validate
 from resilin.core._table import TraceError as TraceError
 
 TraceEnd = Literal["hold", "repeat", "error"]
-"""What follows after a trace: its last value, the trace again, or an error."""
+"""Continuation after the end of a trace: its last value, the trace again, or an error."""
 TRACE_ENDS: tuple[TraceEnd, ...] = ("hold", "repeat", "error")
 """The names of all ends."""
 TraceRestarts = Literal["error", "append"]
-"""What a list of steps is that begins again at 0: a fault, or a second list to count on with."""
+"""Treatment of steps that restart at 0: reject them, or append them."""
 TRACE_RESTARTS: tuple[TraceRestarts, ...] = ("error", "append")
-"""The names of all answers to that."""
+"""All values of `TraceRestarts`."""
 
 _LONGEST = 1e12
-"""Seconds that a capacity trace may cover: more is a mistake in its units."""
+"""Longest duration of a capacity trace, in seconds: more is an error in its units."""
 _LARGEST = 10**18 - 1
 """Largest whole number in a trace: 18 digits, which every reader of CSV can hold."""
 _MOST_CHANGES = 10**7
-"""Changes that a made market may have on average."""
+"""Largest mean number of changes of a generated market."""
 _BATCH_HEADERS = [("step", "batchsize")]
 _CAPACITY_HEADERS = [
     (*index, "time", name) for index in ((), ("",)) for name in ("replicas", "gpus", "tpu_cores")
@@ -45,7 +45,7 @@ _CAPACITY_HEADERS = [
 def _check(
     starts: Sequence[float], values: Sequence[int], name: str, value: str, *, longest: float
 ) -> None:
-    """What holds for every trace, read or built: it begins at 0 and ascends."""
+    """Check the rules for every trace: it begins at 0 and ascends."""
     if not starts or len(starts) != len(values):
         raise TraceError(
             f"a trace needs one {value} per {name}, got {len(values)} and {len(starts)} of them"
@@ -83,7 +83,7 @@ class BatchTrace:
     sizes: tuple[int, ...]
     """The global batch size from each of these steps on."""
     end: TraceEnd = "hold"
-    """What follows after the last listed step, which is the last one of the trace."""
+    """Continuation after the last listed step, which is the last one of the trace."""
 
     def __post_init__(self) -> None:
         _check(self.starts, self.sizes, "step", "batch size", longest=_LARGEST)
@@ -94,7 +94,7 @@ class BatchTrace:
 
     @property
     def num_steps(self) -> int:
-        """Steps in the trace, the last listed one included."""
+        """Number of steps in the trace, including the last listed one."""
         return self.starts[-1] + 1
 
     def at(self, step: int) -> int:
@@ -123,15 +123,15 @@ class BatchTrace:
 
         Args:
             text: The whole text, or its lines.
-            source: What errors call it, such as the name of a file.
-            end: What follows after the trace.
-            restarts: What to do where steps begin again at 0, as in a file that two traces were
-                joined in. `append` counts on from there. It assumes that the earlier part is over
-                with the last step it lists, so that the value of its last line lasts one step; a
-                part that held longer than that is shortened, and nothing in the file tells.
+            source: Name of the trace in errors, such as a file name.
+            end: Continuation after the end of the trace.
+            restarts: Treatment of steps that restart at 0, as in a file that contains two traces.
+                `append` appends the second to the first. It assumes that the first part ends with
+                the last step it lists, so that the value of its last line holds for one step; a
+                part that held longer is shortened, which the file does not show.
 
         Raises:
-            TraceError: Names the source and the line of the first fault.
+            TraceError: The text is not a trace; the message names the source and the line.
         """
         _validate.one_of("restarts", restarts, TRACE_RESTARTS)
         starts: list[int] = []
@@ -146,7 +146,7 @@ class BatchTrace:
             if starts and base + step <= starts[-1]:
                 raise TraceError(
                     f"{place}: step {step} must come after step {starts[-1] - base}"
-                    + ("" if step else "; restarts='append' counts on where steps begin again at 0")
+                    + ("" if step else "; restarts='append' appends steps that restart at 0")
                 )
             if base + step > _LARGEST:
                 raise TraceError(
@@ -209,14 +209,14 @@ class BatchTrace:
 
 @dataclass(frozen=True, slots=True)
 class CapacityTrace:
-    """How many replicas there are over time, as on a spot market. Zero means none at all."""
+    """The number of replicas over time, as on a spot market. Zero means none."""
 
     times: tuple[float, ...]
     """Seconds from the start of the trace at which a count begins to hold; the first is 0."""
     replicas: tuple[int, ...]
     """The number of replicas from each of these times on."""
     end: TraceEnd = "hold"
-    """What follows after the last listed time. `repeat` begins again at that very time."""
+    """Continuation after the last listed time. `repeat` starts again at that time."""
 
     def __post_init__(self) -> None:
         _check(self.times, self.replicas, "time", "number of replicas", longest=_LONGEST)
@@ -248,11 +248,11 @@ class CapacityTrace:
     ) -> CapacityTrace:
         """Reads `time,replicas` lines; times count from the first one.
 
-        A leading column of row numbers, as spreadsheets and pandas write it, is understood, and
+        A leading column of row numbers, as written by spreadsheets and pandas, is accepted, and
         so are the headers `GPUs` and `TPU_cores` of public spot traces.
 
         Raises:
-            TraceError: Names the source and the line of the first fault.
+            TraceError: The text is not a trace; the message names the source and the line.
         """
         times: list[float] = []
         replicas: list[int] = []
@@ -260,7 +260,7 @@ class CapacityTrace:
         for place, fields in _table.rows(text, source, _CAPACITY_HEADERS):
             time = _table.time(place, fields[-2])
             first = first if times else time
-            # Two times may differ, and be the same once they count from the first.
+            # Two different times may become equal when the first one is subtracted.
             if times and not times[-1] < time - first <= _LONGEST:
                 raise TraceError(
                     f"{place}: time {time} must come after time {before}, by at most "
@@ -279,10 +279,10 @@ class CapacityTrace:
         return "time,replicas\n" + "".join(f"{float(time)!r},{count}\n" for time, count in pairs)
 
     def scaled(self, max_replicas: int) -> CapacityTrace:
-        """The same ups and downs with at most this many replicas.
+        """The same trace, scaled to at most this many replicas.
 
-        A count becomes `ceil(count * max_replicas / peak)`: some never become none. A trace whose
-        peak is no higher than that is returned as it is.
+        A count becomes `ceil(count * max_replicas / peak)`: a positive count never becomes 0. A
+        trace whose peak is not higher than that is returned unchanged.
         """
         _validate.whole("max_replicas", max_replicas, at_least=1)
         peak = max(self.replicas)
@@ -297,7 +297,7 @@ class CapacityTrace:
         return replace(self, times=tuple(time / speed for time in self.times))
 
     def simplified(self) -> CapacityTrace:
-        """Without the lines that change nothing. The last one stays: it is where the trace ends."""
+        """The trace without lines that change nothing; the last line stays as its end."""
         before = (None, *self.replicas)
         last = len(self.times) - 1
         kept = [i for i, count in enumerate(self.replicas) if count != before[i] or i == last]
@@ -315,23 +315,23 @@ class CapacityTrace:
         max_replicas: int | None = None,
         end: TraceEnd | None = None,
     ) -> BatchTrace:
-        """The batch sizes of a job that keeps the same batch on each replica there is.
+        """The batch sizes of a job with a constant batch on each replica.
 
         Each step takes `step_seconds` of the trace's time, and its global batch is `local_bsz`
-        for each replica that is there when it begins. While there are none, time passes without
-        steps. What a step really takes depends on the job, and on the number of replicas too:
-        this knows nothing of it, nor of what a change of replicas costs.
+        for each replica that is present when it begins. While there are none, time passes without
+        steps. The real duration of a step depends on the job and on the number of replicas; this
+        and the cost of a rescale are ignored.
 
         Args:
-            local_bsz: Samples on each replica in one step.
-            step_seconds: Seconds of the trace that one step takes.
-            max_replicas: Map the counts onto at most this many first, as `scaled` does.
-            end: What follows after the trace; None takes the trace's own end. `hold` adds a step
-                with what is there at the end, if there is anything; else the last size is held
-                that there was. A trace that repeats begins its first step again at its start.
+            local_bsz: Samples per replica and step.
+            step_seconds: Duration of a step in seconds of the trace.
+            max_replicas: First scale the counts to at most this many, as `scaled` does.
+            end: Continuation after the end of the trace; None uses the trace's own. `hold` adds a
+                step with the replicas at the end, if there are any; otherwise the last size is
+                held. A trace that repeats begins its first step again at its start.
 
         Raises:
-            TraceError: There is no time at which a step could begin, or there are too many steps.
+            TraceError: No step can begin at any time, or there are too many steps.
         """
         _validate.whole("local_bsz", local_bsz, at_least=1)
         _validate.real("step_seconds", step_seconds, above=0)
@@ -365,7 +365,7 @@ class CapacityTrace:
         base, done = 0.0, 0
 
         def steps_before(time: float) -> int:
-            # A step that would begin at the very change must not, for a rounding, come before it.
+            # A step that begins exactly at a change must not come before it through rounding.
             steps = (time - base) / step_seconds
             if not steps < _LARGEST:
                 return _LARGEST + 1
@@ -380,7 +380,7 @@ class CapacityTrace:
                 done += length
             else:
                 base, done = until, 0
-        # The last line holds from the end on, or at that very moment, or not at all.
+        # The last line holds from the end on, or only at that moment, or not at all.
         now = base + done * step_seconds
         is_at_end = now <= self.duration * (1 + 1e-9)
         has_last = end == "hold" or self.duration == 0 or (end == "error" and is_at_end)
@@ -389,7 +389,7 @@ class CapacityTrace:
 
     @classmethod
     def constant(cls, replicas: int, duration: float, *, end: TraceEnd = "hold") -> CapacityTrace:
-        """The same number of replicas all the time."""
+        """A constant number of replicas."""
         return cls((0.0, float(duration)), (replicas, replicas), end)
 
     @classmethod
@@ -403,18 +403,18 @@ class CapacityTrace:
         mean_hold: float = 600.0,
         end: TraceEnd = "hold",
     ) -> CapacityTrace:
-        """A seeded market: replicas come back a few at a time and are taken away in bunches.
+        """A seeded market: replicas arrive a few at a time and are reclaimed in bunches.
 
         Holding times are exponential. At each change, with equal odds, up to a quarter of
         `max_replicas` arrive, or up to all that are held are reclaimed at once.
 
         Args:
-            max_replicas: Most replicas ever held.
+            max_replicas: Largest number of replicas.
             duration: Length of the trace in seconds.
-            seed: Chooses the trace.
-            min_replicas: Fewest replicas ever held, such as those that are not on the market.
+            seed: Seed of the trace.
+            min_replicas: Smallest number of replicas, such as those that are not on the market.
             mean_hold: Mean seconds between two changes.
-            end: What follows after the trace.
+            end: Continuation after the end of the trace.
         """
         _validate.whole("min_replicas", min_replicas, at_least=0)
         _validate.whole("max_replicas", max_replicas, at_least=max(1, min_replicas))
@@ -445,16 +445,16 @@ def parse_trace(
     end: TraceEnd = "hold",
     restarts: TraceRestarts = "error",
 ) -> BatchTrace | CapacityTrace:
-    r"""Reads a trace of either kind, which its header tells.
+    r"""Read a trace of either kind, distinguished by its header.
 
     Args:
         text: The whole text, or its lines.
-        source: What errors call it, such as the name of a file.
-        end: What follows after the trace.
-        restarts: What to do where the steps of a batch-size trace begin again at 0.
+        source: Name of the trace in errors, such as a file name.
+        end: Continuation after the end of the trace.
+        restarts: Treatment of steps of a batch-size trace that restart at 0.
 
     Raises:
-        TraceError: Names the source and the line of the first fault.
+        TraceError: The text is not a trace; the message names the source and the line.
 
     Examples:
         >>> parse_trace("time,replicas\n0,4\n60,2\n").at(59)

@@ -1,56 +1,58 @@
-"""The tuner: which batch size to train with next, and why, in words.
+"""The tuner: choice of the next batch size, with a reason.
 
-A tuner is a set of rules over plain values: the step-time profile, the noise and the placement
-go in, a decision comes out. It keeps nothing between decisions, so every replica that holds the
-same values decides the same, and a replay decides as the live job did.
+A tuner is a function of plain values: from the step-time profile, the noise and the placement to a
+decision. It has no state between decisions, so replicas with the same values make the same
+decision, and a replay decides as the live job did.
 
 How it compares batch sizes. The fitted model counts all steps of one placement as few, because
-they share that placement's quirks. Between two batch sizes on the placement where the job is,
-what they share cancels, and measurements tell more than the model does. So the fit is the first
-belief about the curve of step time against batch size here, with the uncertainty of its
-parameters and a little of its form; the placement's own measurements then condition that curve.
-Close to a measured batch it follows the measurement; far from it, it follows the model and says
-how little it knows.
+they share the peculiarities of that placement. Between two batch sizes on the current placement
+these cancel, and measurements are more informative than the model. So the fit is the prior of the
+curve of step time against batch size, with the uncertainty of its parameters and a little of its
+form; the measurements on the placement then condition that curve. Close to a measured batch it
+follows the measurement; far from it, it follows the model, with a large uncertainty.
 
-What it does with that:
+How it decides:
 
-- It changes the batch only if the gain is certain enough: at its lower confidence bound it must
-  reach `hysteresis`. Estimates that jitter do not move it.
-- What may be better but is not certain is tried, where not too much is at stake. A trial that is
-  expected to cost goodput begins only while the share of time spent on trials is below
+- It changes the batch only if the improvement is certain enough: its lower confidence bound must
+  reach `hysteresis`. Fluctuating estimates do not trigger a change.
+- A candidate that may be better but is uncertain is tried, if not too much is at stake. A trial
+  that is expected to cost goodput starts only while the share of time spent on trials is below
   `explore_budget`.
-- It never grows by more than `max_growth` over what has been run with this number of replicas.
-- While the noise is unknown it does not go above the reference batch.
+- It never grows by more than `max_growth` over the largest batch that was run with this number of
+  replicas.
+- While the noise is unknown it does not exceed the reference batch.
 
-Its confidence is in step times only. The noise is taken as it is given: an average over a long
-horizon, in which hysteresis drowns what is left of the jitter.
+The confidence covers step times only. The noise is used as given: it is an average over a long
+horizon, and hysteresis covers its remaining fluctuations.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
 
 from resilin.core import _validate
 from resilin.core._solver import Steps
+from resilin.core.events import Candidate
 from resilin.core.fit import Fitted, StepTime, fit
-from resilin.core.goodput import Candidate, best_plan, efficiency
+from resilin.core.goodput import best_plan, efficiency
 from resilin.core.noise import Noise
 from resilin.core.plan import BatchBounds
 from resilin.core.profile import StepProfile
 from resilin.core.throughput import Floats, SyncShape, ThroughputModel
+from resilin.core.time_share import is_within
 
 CONFIDENCE = 0.9
 """Probability that a bound of the gain holds, on its side."""
 MEASURED = 0.05
-"""Spread of the log of one measured step time around what is usual for its key."""
+"""Spread of the log of one measured step time around the typical one of its key."""
 FORM = 0.05
-"""Least spread of the log of step times around the form of the model, at any one batch size."""
+"""Smallest spread of the log of step times around the form of the model, at one batch size."""
 REACH = math.log(2.0)
-"""Distance in the log of the batch size over which deviations from the form go together."""
+"""Distance in the log of the batch size over which deviations from the form are correlated."""
 MAX_LOSS = 0.5
 """Share of the goodput that a trial may lose while it lasts, at its lower confidence bound."""
 _ANY = ThroughputModel(
@@ -66,36 +68,36 @@ _ANY = ThroughputModel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A batch size, and how it was chosen."""
+    """A chosen batch size, with the reason."""
 
     batch_size: int
     """Global batch size from the next step on."""
     reason: str
-    """Why it was changed or kept, with the numbers."""
+    """Reason for the change, or for keeping it, with the numbers."""
     candidates: tuple[Candidate, ...]
-    """What was compared, by batch size; empty while no step time is known."""
+    """Candidates by batch size; empty while no step time is known."""
     explores: bool = False
-    """Whether it is a trial, meant to learn the step time; decide again after a few steps."""
+    """Whether it is a trial to measure the step time; decide again after a few steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuner:
-    """Settings of the choice. They do not change during a run; `decide` has no memory.
+    """Settings of the choice. They do not change during a run; `decide` has no state.
 
     Raises:
-        ValueError: A setting is out of its range, or the bounds limit the batch in no way.
+        ValueError: A setting is out of its range, or the bounds do not limit the batch.
     """
 
     reference: int
     """The reference batch size."""
     bounds: BatchBounds
-    """What the user allows. Something in it must limit the batch."""
+    """Bounds set by the user. They must limit the batch size."""
     hysteresis: float = 0.05
     """Share by which a change must raise the goodput, at the lower confidence bound."""
     max_growth: float = 2.0
     """Largest ratio of a batch to the largest that was run with this number of replicas."""
     explore_budget: float = 0.02
-    """Share of the time that may go into trials at an expected loss; 0 turns all trials off."""
+    """Share of the time for trials with an expected loss; 0 turns all trials off."""
 
     def __post_init__(self) -> None:
         _validate.whole("reference", self.reference, at_least=1)
@@ -125,10 +127,10 @@ class Tuner:
         Args:
             profile: Step times seen so far, on any placement.
             noise: Noise of the gradient now; None while it is unknown.
-            hosts: Machines that the replicas are on.
+            hosts: Machines that the replicas run on.
             replicas: Data-parallel members.
             batch_size: The global batch size so far.
-            explored: Share of the time so far that went into trials.
+            explored: Share of the time so far that was spent on trials.
 
         Raises:
             PlanError: No batch within the bounds can be split over this many replicas.
@@ -142,11 +144,11 @@ class Tuner:
         grid = self._candidates(fitted.model, noise, hosts, replicas)
         allowed = self._allowed(batch_size, replicas, grid)
         here = [time for time in seen if (time.hosts, time.replicas) == (hosts, replicas)]
-        ceiling = self._ceiling(profile, noise, replicas, allowed, grid[0].global_batch_size)
+        ceiling = self._ceiling(profile, noise, replicas, allowed, grid[0].batch_size)
         table = self._within(grid, allowed, replicas, ceiling)
         curve = _Curve.of(fitted, here, hosts, replicas, table)
         compared = self._compared(table, curve, noise)
-        current = [item.global_batch_size for item in compared].index(allowed)
+        current = [item.batch_size for item in compared].index(allowed)
         gain, spread = _gains(compared, curve, current)
         width = NormalDist().inv_cdf(CONFIDENCE)
         choice = self._choose(compared, gain, width * spread, current, explored)
@@ -154,8 +156,8 @@ class Tuner:
             return choice
         return Decision(
             batch_size=choice.batch_size,
-            reason=f"{batch_size} is not allowed with {replicas} replicas, {allowed} is the "
-            f"nearest that is; {choice.reason}",
+            reason=f"{batch_size} is not allowed with {replicas} replicas; {allowed} is the "
+            f"nearest allowed size; {choice.reason}",
             candidates=choice.candidates,
             explores=choice.explores,
         )
@@ -166,7 +168,7 @@ class Tuner:
         named = "the reference batch" if size == self.reference else "nearest to the reference"
         return Decision(
             batch_size=size,
-            reason=f"begins at {size}, {named} ({self.reference}): no step was measured yet",
+            reason=f"starts at {size}, {named} ({self.reference}): no step was measured yet",
             candidates=(),
         )
 
@@ -177,7 +179,7 @@ class Tuner:
 
     def _allowed(self, size: int, replicas: int, table: tuple[Candidate, ...]) -> int:
         """`size`, or the nearest batch that the bounds allow."""
-        sizes = [item.global_batch_size for item in table]
+        sizes = [item.batch_size for item in table]
         if sizes[0] <= size <= sizes[-1] and self.bounds.possible_replicas(size, [replicas]):
             return size
         return min(sizes, key=lambda other: abs(math.log(other / size)))
@@ -188,28 +190,33 @@ class Tuner:
         if noise is None:
             return max(self.reference, least)
         largest = profile.largest_batch(replicas)
-        # What was never run with this number of replicas is measured before it grows.
+        # A size that was never run with this number of replicas is measured before growing further.
         return max(self.max_growth * largest, least) if largest else max(current, least)
 
     def _within(
         self, table: tuple[Candidate, ...], current: int, replicas: int, ceiling: float
     ) -> list[Candidate]:
-        """The candidates up to the ceiling, and the current batch among them in any case."""
-        kept = {item.global_batch_size: item for item in table if item.global_batch_size <= ceiling}
+        """The candidates up to the ceiling, always including the current batch."""
+        kept = {item.batch_size: item for item in table if item.batch_size <= ceiling}
         plan = self.bounds.plan(current, replicas)
-        kept[current] = Candidate(current, plan.batch_size, plan.steps, 0.0, 0.0)
+        kept[current] = Candidate(
+            batch_size=current,
+            local_bsz=plan.batch_size,
+            accumulation_steps=plan.steps,
+            goodput=0.0,
+        )
         return [kept[size] for size in sorted(kept)]
 
     def _compared(
         self, table: list[Candidate], curve: _Curve, noise: Noise | None
     ) -> tuple[Candidate, ...]:
-        """The candidates with the step times of the curve."""
-        sizes = np.array([item.global_batch_size for item in table], np.float64)
+        """The candidates with their goodput by the step times of the curve."""
+        sizes = np.array([item.batch_size for item in table], np.float64)
         seconds = np.exp(curve.log_seconds)
         goodput = sizes * efficiency(noise, sizes, self.reference) / seconds
         return tuple(
-            item._replace(step_seconds=time, goodput=value)
-            for item, time, value in zip(table, seconds.tolist(), goodput.tolist(), strict=True)
+            replace(item, goodput=value)
+            for item, value in zip(table, goodput.tolist(), strict=True)
         )
 
     def _choose(
@@ -220,40 +227,40 @@ class Tuner:
         current: int,
         explored: float,
     ) -> Decision:
-        size = compared[current].global_batch_size
+        size = compared[current].batch_size
         needed = math.log1p(self.hysteresis)
         low, high = gain - margin, gain + margin
         low[current] = high[current] = 0.0
         best = int(np.argmax(low))
         if low[best] >= needed and best != current:
-            new = compared[best].global_batch_size
+            new = compared[best].batch_size
             reason = f"{size} -> {new}: promises {_promise(gain, margin, best)}"
             return Decision(batch_size=new, reason=reason, candidates=compared)
         likely = int(np.argmax(gain))
         kept = f"keeps {size}"
         if likely == current:
-            kept += ": no batch that may be run now promises more goodput"
+            kept += ": no allowed batch promises more goodput"
         else:
             kept += (
-                f": {compared[likely].global_batch_size} promises "
+                f": {compared[likely].batch_size} promises "
                 f"{_promise(gain, margin, likely)}; a change needs {self.hysteresis:.1%}"
             )
-        # A trial must be able to pay, and must not risk too much.
+        # A trial must be able to pay off, and must not risk too much.
         open_to = (high >= needed) & (low >= math.log1p(-MAX_LOSS))
         budget = f"trials took {explored:.2%} of the time, of at most {self.explore_budget:.2%}"
-        if explored >= self.explore_budget and open_to.any():
-            # What is expected to cost nothing does not wait for the budget.
-            budget += "; above that only those begin that are expected to cost nothing"
+        if not is_within(explored, 1.0, self.explore_budget) and open_to.any():
+            # A trial that is expected to cost nothing does not wait for the budget.
+            budget += "; above that only trials start that are expected to cost nothing"
             kept = f"{kept}; {budget}"
             open_to &= gain >= 0
         if not open_to.any() or not self.explore_budget:
             return Decision(batch_size=size, reason=kept, candidates=compared)
         trial = int(np.argmax(np.where(open_to, high, -np.inf)))
-        new = compared[trial].global_batch_size
+        new = compared[trial].batch_size
         loss = max(0.0, -math.expm1(float(low[trial])))
         return Decision(
             batch_size=new,
-            reason=f"tries {new} instead of {size}: it may bring {_promise(gain, margin, trial)}, "
+            reason=f"tries {new} instead of {size}: it may give {_promise(gain, margin, trial)}, "
             f"so it costs at most {loss:.1%} of the goodput while it lasts; {budget}",
             candidates=compared,
             explores=True,
@@ -291,8 +298,8 @@ class _Curve:
         replicas: int,
         table: list[Candidate],
     ) -> _Curve:
-        """The fit's curve, conditioned on what was measured on this placement."""
-        # One replica waits for nobody, whether or not that was measured.
+        """The fit's curve, conditioned on the measurements on this placement."""
+        # One replica never waits, whether or not that was measured.
         whole = [
             (time, time.accumulation_steps * time.compute_seconds)
             if replicas == 1
@@ -314,7 +321,7 @@ class _Curve:
         distance = (place[:, None] - place) / REACH
         weight = np.array([time.weight for time, _ in known])
         error = np.log([seconds for _, seconds in known]) - mean[:num]
-        # Where the model cannot bend to what was measured, its form is believed less.
+        # If the model cannot match the measurements, its form gets less confidence.
         form = FORM
         if num:
             rest = error - np.average(error, weights=weight)

@@ -1,1 +1,1 @@
-"""Who is in the job. Joins whatever launched the process and says how many replicas there are."""
+"""Membership of a job: engines for each launcher, process groups, and supervision."""

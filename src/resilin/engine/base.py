@@ -1,118 +1,147 @@
-"""The one interface through which training knows who is in the job.
+"""The interface between training and the membership of a job.
 
-It is written from the needs of a step: who am I, how many are we, may the step begin, did all of us
-commit it, who has state for those that lack it, were we asked to stop. What launched the processes,
-and whether a change of membership means new processes or not, is behind it.
+It follows the needs of a step: who am I, how many are we, may the step begin, did all of us commit
+it, who has state for those that lack it, were we asked to stop. It hides the launcher, and whether
+a change of membership means new processes.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from resilin.core.membership import Membership
+from resilin.engine.collectives import Collectives, Json
 from resilin.engine.pulse import Pulse
 from resilin.engine.stop import StopRequest
 
 CONTROL_TIMEOUT = timedelta(minutes=10)
-"""How long replicas wait for each other outside the steps, as at the end of a checkpoint."""
-_CHUNK = 64 * 2**20
-"""Bytes that are sent to other replicas at a time."""
+"""Time limit for processes that wait for each other outside steps, as after a checkpoint."""
+LastWords = Callable[[str, bool], None]
+"""Called with (reason, deadline_passed) before another thread ends the process."""
 
 
 class Engine:
-    """Who is in the job. This base knows what torch.distributed knows; subclasses the launcher.
+    """Membership of a job. This base class asks torch.distributed; subclasses know the launcher.
 
-    Who is present is asked of torch.distributed each time, because a live engine may change it
-    between any two steps. All methods that say "all replicas" are collective.
+    Members may change between any two steps. All methods that mention "all replicas" or "all
+    processes" are collective.
     """
 
     def __init__(self) -> None:
-        self.generation = 0
-        """The period of fixed membership that this is. Training sets it when it restores state."""
         self.stop = StopRequest()
         """Whether this replica was asked to stop."""
         self.pulse = Pulse()
-        """What it shows of itself to whoever supervises it."""
+        """Published state of this process, for its supervisor."""
+        self._generation = 0
+        self._membership: Membership | None = None
+        self._world: dist.ProcessGroup | None = None
         self._groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
     # Who we are ----------------------------------------------------------------------------
 
     @property
-    def replica(self) -> int:
-        """Which replica this process is, from 0."""
-        return dist.get_rank() if dist.is_initialized() else 0
+    def membership(self) -> Membership:
+        """The current members of the job, as this process sees them.
 
-    @property
-    def num_replicas(self) -> int:
-        """How many replicas there are."""
-        return dist.get_world_size() if dist.is_initialized() else 1
+        It stays the same until `begin_step` returns another one, except for the number of its
+        generation, which training raises when it restores state, and before the process group is
+        initialised or after it is destroyed: then this process is alone.
+        """
+        world = dist.group.WORLD
+        if self._membership is None or world is not self._world:
+            self._world = world
+            self._membership = replace(self.find_membership(), generation=self._generation)
+        return self._membership
 
-    @property
-    def host(self) -> int:
-        """Number of the host, or of the agent on it, that this replica runs on."""
-        return 0
+    def find_membership(self) -> Membership:
+        """Asks the launcher who is in the job: for engines to override.
 
-    @property
-    def num_hosts(self) -> int:
-        """How many hosts, or agents, the replicas are on."""
-        return 1
-
-    @property
-    def local_replica(self) -> int:
-        """Which of the replicas on this host it is, from 0."""
-        return 0
-
-    @property
-    def num_local_replicas(self) -> int:
-        """How many replicas this host has."""
-        return 1
+        Asked again only when the process group, or the number of the generation, has changed. That
+        number is filled in by `membership`.
+        """
+        if not dist.is_initialized():
+            return Membership()
+        process, num_processes = dist.get_rank(), dist.get_world_size()
+        return Membership(
+            replica=process,
+            num_replicas=num_processes,
+            process=process,
+            num_processes=num_processes,
+        )
 
     @property
     def restartable(self) -> bool:
-        """Whether somebody starts this process again when it dies."""
+        """Whether a supervisor restarts this process when it dies."""
         return False
 
     @property
     def exits(self) -> bool:
-        """Whether this process ends by itself behind the training, as a script does."""
+        """Whether this process exits after the training, as a script does."""
         return True
 
     @property
     def num_restarts(self) -> int:
-        """How often this process was started again, as far as is known."""
+        """Number of restarts of this process, as far as known."""
         return 0
 
     @property
     def memory_name(self) -> str | None:
-        """What the host's copies of this job's state are filed under; None if nobody comes back."""
+        """Name of this job's in-memory copies on a host; None if processes are never restarted."""
         return None
+
+    def raise_generation(self, at_least: int) -> None:
+        """Give the current generation a number above that of any earlier state.
+
+        Called when state is restored, with the same number on all replicas.
+        """
+        if at_least > self._generation:
+            self._generation, self._membership = at_least, None
 
     # A step --------------------------------------------------------------------------------
 
-    def begin_step(self) -> bool:
+    def begin_step(self) -> Membership:
         """Called by all replicas before each step: the place where members may join or leave.
 
         Returns:
-            Whether the membership has changed since the last step. Where a change means new
-            processes it never has.
+            The members that take part in the step. A new generation means that they have changed;
+            with engines that start new processes for a change they never do.
         """
-        return False
+        return self.membership
 
     def all_committed(self) -> bool:
-        """Called after each step: whether all replicas made it.
+        """Called when the gradient of a step is complete: whether all replicas took part in it.
+
+        Asked before the optimizer steps. If not, the step fails: nothing of it is kept, and it is
+        issued again. All replicas must give the same answer.
 
         Where a lost replica means new processes, whoever still runs has seen the reduction of the
         step end, so all took part in it.
         """
         return True
 
+    def require_members(self) -> None:
+        """Called before state is kept: raise if this process has lost the others for good.
+
+        The loop body runs on after `optimizer.step`. Whatever it did without the others, such as a
+        mean over replicas that was left out, must not be kept.
+        """
+
     # Agreement and state -------------------------------------------------------------------
+
+    def gradient_group(self) -> dist.ProcessGroup | None:
+        """The process group in which gradients are reduced.
+
+        Returns:
+            The group, always the same one while the membership lasts; None if there is but one
+            replica.
+        """
+        return dist.group.WORLD if self.membership.num_replicas > 1 else None
 
     def group(self, purpose: str) -> dist.ProcessGroup | None:
         """A gloo group of all replicas for one purpose, apart from that of the gradients.
@@ -124,7 +153,7 @@ class Engine:
             The group, always the same one while the membership lasts; None if there is but one
             replica.
         """
-        if self.num_replicas == 1:
+        if self.membership.num_processes == 1:
             return None
         world = dist.group.WORLD
         assert world is not None
@@ -134,59 +163,43 @@ class Engine:
             self._groups[purpose] = present
         return present[1]
 
-    def gather(self, value: Any) -> list[Any]:
-        """What each replica says, known to all replicas. For small things."""
-        group = self.group("control")
-        if group is None:
-            return [value]
-        values: list[Any] = [None] * self.num_replicas
-        dist.all_gather_object(values, value, group=group)
-        return values
+    def collectives(self, purpose: str = "control") -> Collectives:
+        """Collectives of all processes, in the group of one purpose."""
+        return Collectives(self.group(purpose))
 
-    def broadcast(self, value: Any, source: int) -> Any:
-        """The value that replica `source` has, on all replicas. For small things."""
-        group = self.group("control")
-        if group is None:
-            return value
-        payload = pickle.dumps(value) if self.replica == source else b""
-        size = torch.tensor([len(payload)])
-        dist.broadcast(size, source, group=group)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        if self.replica == source:
-            data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        dist.broadcast(data, source, group=group)
-        # Between replicas of one job, which run the same code anyway.
-        return pickle.loads(data.numpy().tobytes())
+    def gather(self, value: Json) -> list[Json]:
+        """The values of all processes, on all of them. For small values."""
+        return self.collectives().gather(value)
 
-    def hand_out(self, tensors: Mapping[str, Tensor], owners: Mapping[str, int]) -> None:
-        """Fills in tensors on the CPU: each is sent by its owner to all replicas.
+    def broadcast(self, value: Json, source: int) -> Json:
+        """The value of the process `source`, on all of them. For small values."""
+        return self.collectives().broadcast(value, source)
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Adds up a tensor over all replicas, in place and in the group of the gradients."""
+        group = self.gradient_group()
+        if group is not None:
+            dist.all_reduce(tensor, group=group)
+
+    # Supervision and the end ---------------------------------------------------------------
+
+    def watch(self, last_words: LastWords) -> None:
+        """End this process when its main thread can no longer make progress. Collective.
+
+        Without a supervisor there is nothing to watch.
 
         Args:
-            tensors: The same names, types and shapes on all replicas; contiguous.
-            owners: Which replica has the content of each of them.
+            last_words: Called by another thread before the process is ended, whatever its main
+                thread does at that moment.
         """
-        group = self.group("control")
-        if group is None:
-            return
-        for name in owners:
-            for part in _parts(tensors[name]):
-                dist.broadcast(part, owners[name], group=group)
 
-    # The end -------------------------------------------------------------------------------
+    def unwatch(self) -> None:
+        """Stop watching, if `watch` was called."""
 
     def leave(self, *, asked: bool) -> NoReturn:
         """Ends this process after all replicas have agreed to stop.
 
         Args:
-            asked: Whether this very replica was asked to, or follows another one.
+            asked: Whether this replica itself was asked to stop, or follows another one.
         """
         raise SystemExit(self.stop.exit_code)
-
-
-def _parts(tensor: Tensor) -> Iterable[Tensor]:
-    """A tensor as pieces of raw bytes."""
-    if not tensor.numel():
-        return ()
-    assert tensor.is_contiguous()
-    raw = tensor.view(-1).view(torch.uint8)
-    return (raw[start : start + _CHUNK] for start in range(0, raw.numel(), _CHUNK))

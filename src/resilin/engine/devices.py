@@ -1,12 +1,12 @@
-"""What differs between kinds of devices: the one place that names CUDA, or XLA.
+"""Differences between kinds of devices: the only module that names CUDA and XLA.
 
-Training asks `of(tensor.device)` for the kind of device that a tensor is on, and `here()` for the
-one that this process would train on. Whatever has no class of its own is treated as the CPU is:
-nothing is queued, nothing pinned, and time is that of the host. So a kind of device that is not
-known works, if torch can train on it; it only misses what could be quicker.
+Training calls `of(tensor.device)` for the kind of device of a tensor, and `here()` for the kind
+that this process would train on. A kind without its own class is treated like the CPU: nothing is
+queued or pinned, and time is that of the host. So an unknown kind of device works, if torch can
+train on it; it only misses optimisations.
 
-XLA is written after the sources of torch_xla 2.9, and has not run: that build cannot be loaded into
-the PyTorch that the tests have. They run the seam with a kind of device made up.
+The XLA class follows the sources of torch_xla 2.9, and has never run: that build cannot be loaded
+into the PyTorch of the tests, which use a mock device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class Event(Protocol):
-    """A moment in what a device has to do; it passes later than it was recorded."""
+    """A marker in the queue of a device; the device reaches it after it was recorded."""
 
     def query(self) -> bool:
         """Whether the device has passed it."""
@@ -32,60 +32,60 @@ class Event(Protocol):
 
 
 class Device:
-    """The CPU, and any kind of device that has no class of its own."""
+    """The CPU, and any kind of device without its own class."""
 
     kind: str = "cpu"
     """`torch.device.type`."""
     backend: str = "gloo"
-    """Of torch.distributed, where the user names none."""
+    """Default backend of torch.distributed."""
     batches_kernels: bool = False
-    """Whether one call for many tensors is quicker than a call for each."""
+    """Whether one call for many tensors is faster than a call for each."""
     queues: bool = False
-    """Whether a copy to the host may be under way when the call returns."""
+    """Whether a copy to the host may still be running when the call returns."""
     pins: bool = False
-    """Whether such a copy is quicker into pinned memory."""
+    """Whether such a copy is faster into pinned memory."""
 
     def is_here(self) -> bool:
         """Whether this process can train on it."""
         return True
 
-    def choose(self, local_replica: int) -> None:
-        """Takes one device of this host for this process."""
+    def choose(self, local_process: int) -> None:
+        """Choose one device of this host for this process."""
 
     def current(self) -> torch.device:
         """The device of this process."""
         return torch.device(self.kind)
 
     def event(self, device: torch.device) -> Event | None:
-        """Records an event; None where nothing is queued, or the device has none."""
+        """Record an event; None if nothing is queued, or the device has no events."""
         return None
 
     def wait(self, device: torch.device) -> None:
-        """Returns when the device has done all that it was given."""
+        """Wait until the device has finished all its work."""
 
     def end_micro_batch(self) -> None:
-        """A micro-batch was given to the device; a lazy one begins with it now."""
+        """Called after each micro-batch; a lazy device starts executing it now."""
 
     def total_memory(self) -> int | None:
-        """Bytes of the device; None where it does not say."""
+        """Memory of the device in bytes; None if unknown."""
         return None
 
     def peak_memory(self) -> int | None:
-        """The most bytes in use since the last call, which begins anew; None if unknown."""
+        """Peak memory in bytes since the last call; None if unknown."""
         return None
 
     def release_memory(self) -> None:
-        """Gives back what is kept for later, after memory ran out."""
+        """Free cached memory, after memory ran out."""
 
     def random_state(self) -> Tensor | None:
-        """State of its random generator, on the host; None if it has none apart from the host's."""
+        """State of its random generator, on the host; None if it uses that of the host."""
         return None
 
     def set_random_state(self, state: Tensor) -> None:
-        """Takes over what `random_state` returned."""
+        """Restore the state returned by `random_state`."""
 
     def seed(self, seed: int) -> None:
-        """Seeds its random generator, if it has one of its own."""
+        """Seed its random generator, if it has its own."""
 
 
 class Cuda(Device):
@@ -101,9 +101,9 @@ class Cuda(Device):
         """Whether torch was built for it and finds one."""
         return torch.cuda.is_available()
 
-    def choose(self, local_replica: int) -> None:
+    def choose(self, local_process: int) -> None:
         """The device of that number."""
-        torch.cuda.set_device(local_replica)
+        torch.cuda.set_device(local_process)
 
     def current(self) -> torch.device:
         """The device that was chosen."""
@@ -124,13 +124,13 @@ class Cuda(Device):
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
     def peak_memory(self) -> int | None:
-        """What the allocator has given out at most; reading it waits for nothing."""
+        """Peak of the allocator; reading it does not wait for the device."""
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return peak
 
     def release_memory(self) -> None:
-        """The blocks that the allocator keeps."""
+        """Free the cached blocks of the allocator."""
         torch.cuda.empty_cache()
 
     def random_state(self) -> Tensor | None:
@@ -148,14 +148,14 @@ class Cuda(Device):
 
 
 class Xla(Device):
-    """TPUs and others, through PyTorch/XLA: operations are collected, and run when cut off."""
+    """TPUs and others, through PyTorch/XLA: operations are collected in a graph, then executed."""
 
     kind = "xla"
     backend = "xla"
     batches_kernels = True
 
     def is_here(self) -> bool:
-        """Whether the script has imported torch_xla; resilin does not import it for anybody."""
+        """Whether the script has imported torch_xla; resilin never imports it itself."""
         return "torch_xla" in sys.modules
 
     @property
@@ -167,15 +167,15 @@ class Xla(Device):
         return dict(self._xla.core.xla_model.get_memory_info())
 
     def current(self) -> torch.device:
-        """The device that the runtime has given to this process."""
+        """The device that the runtime has assigned to this process."""
         return torch.device(self._xla.device())
 
     def wait(self, device: torch.device) -> None:
-        """Runs what was collected, to its end."""
+        """Execute the collected operations, and wait for them."""
         self._xla.sync(wait=True)
 
     def end_micro_batch(self) -> None:
-        """Cuts the graph off, or it would grow with each micro-batch of the step."""
+        """End the graph, which would otherwise grow with each micro-batch of the step."""
         self._xla.sync()
 
     def total_memory(self) -> int | None:
@@ -183,7 +183,7 @@ class Xla(Device):
         return self._memory["bytes_limit"]
 
     def peak_memory(self) -> int | None:
-        """Since the process began: the runtime cannot begin anew."""
+        """Peak since the start of the process: the runtime cannot reset it."""
         return self._memory["peak_bytes_used"]
 
 
@@ -197,15 +197,15 @@ def of(device: torch.device) -> Device:
 
 
 def here() -> Device:
-    """The kind that this process would train on: the first that is here, else the CPU."""
+    """The kind that this process would train on: the first available one, else the CPU."""
     return next((kind for kind in _KINDS if kind.is_here()), CPU)
 
 
 def to_host(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copies tensors into others on the host, and returns when all of that is done.
+    """Copy tensors into others on the host, and wait until all copies are complete.
 
     Args:
-        copies: Pairs of a tensor on the host and the one to be copied into it.
+        copies: Pairs of a tensor on the host and the tensor to be copied into it.
     """
     waiting: set[torch.device] = set()
     for target, source in copies:

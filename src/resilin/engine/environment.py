@@ -1,4 +1,4 @@
-"""What a launcher can say to the processes of a job, beyond what torchrun says."""
+"""Environment variables between a launcher and the processes of a job, besides torchrun's."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from pathlib import Path
 from resilin.core.text import clean
 
 CHECKPOINT_DIR = "RESILIN_CHECKPOINT_DIR"
-"""Where checkpoints go, unless the script says it: a path or an fsspec URL."""
+"""Directory for checkpoints, unless the script sets one: a path or an fsspec URL."""
 CHECKPOINT_EVERY = "RESILIN_CHECKPOINT_EVERY"
-"""How often, as `500steps`, `90s`, `10min` or `1h`, unless the script says it."""
+"""Interval between checkpoints, unless the script sets one: `500steps`, `90s`, `10min`, `1h`."""
 MEMORY_DIR = "RESILIN_MEMORY_DIR"
-"""Where this host keeps its copy of the newest state: a directory in memory. `off` keeps none."""
+"""In-memory directory for the copies of the latest state on this host. `off` keeps none."""
 HANG_TIMEOUT = "RESILIN_HANG_TIMEOUT"
-"""Seconds without progress after which the agent takes a job to be stuck, or `off`."""
+"""Seconds without progress after which the agent considers a job hung, or `off`."""
 PULSE_DIR = "RESILIN_PULSE_DIR"
-"""Where workers show their agent what they do; set by the agent, for its own workers."""
+"""Directory in which workers publish their state; set by the agent, for its own workers."""
 AGENT = "RESILIN_AGENT"
-"""Process of the agent that supervises this one, where that is not the parent."""
+"""Process id of the agent that supervises this process, if that is not the parent."""
 LOG = "RESILIN_LOG"
-"""A logging level, such as `INFO`, at which resilin writes to standard error by itself."""
+"""Logging level, such as `INFO`, at which resilin logs to standard error."""
 RUN_DIR = "RESILIN_RUN_DIR"
-"""Where the events of the run go, whatever the script says: a local directory, or `off`."""
+"""Local directory for the event log, overriding the script, or `off`."""
 LAB = "RESILIN_LAB"
-"""With 1, the run is one of many of the same script: its checkpoints go into its run directory."""
+"""With 1, the run is one of many of the same script: its run directory holds its checkpoints."""
 BATCH_TRACE = "RESILIN_BATCH_TRACE"
-"""Path of a batch-size trace that the training follows, whatever the script says."""
+"""Path of a batch-size trace that the training follows, overriding the script."""
 BATCH_TRACE_END = "RESILIN_BATCH_TRACE_END"
-"""What follows after that trace: `hold`, `repeat` or `error`."""
+"""Continuation after the end of that trace: `hold`, `repeat` or `error`."""
 RULE = "RESILIN_RULE"
-"""A scaling rule in place of the script's: its name, or `package.module:attribute`."""
+"""Scaling rule, overriding the script's: its name, or `package.module:attribute`."""
 CROSS_CHECK = "RESILIN_CROSS_CHECK"
-"""How often replicas compare their parameters, whatever the script says: steps, `auto` or `off`."""
+"""Interval of the cross-check of replicas, overriding the script: steps, `auto` or `off`."""
 SEED = "RESILIN_SEED"
-"""Seed of the order of samples, where the script gives none."""
+"""Seed of the order of samples, unless the script sets one."""
 
 RUNS = "resilin-runs"
-"""Where the directories of runs are made that were given none."""
+"""Default parent of run directories."""
 OFF = "off"
-"""What a directory is called where there is to be none."""
+"""Value of a directory option that means none."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 _UNITS = {"s": 1, "min": 60, "h": 3600}
 
 
 def memory_parent() -> Path:
-    """This user's place for the directories of jobs: in memory where the system has such a place.
+    """Parent of the job directories of this user: in memory, if the system has such a place.
 
-    Elsewhere it is on disk: slower, but it outlives a worker all the same.
+    Otherwise it is on disk: slower, but it still outlives a worker.
     """
     in_memory = sys.platform == "linux" and os.access(_SHARED_MEMORY, os.W_OK)
     root = _SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
@@ -62,10 +62,10 @@ def memory_parent() -> Path:
 
 
 def parse_every(text: str) -> int | timedelta:
-    """Reads an interval such as `500steps`, `90s`, `10min` or `1h`.
+    """Parse an interval such as `500steps`, `90s`, `10min` or `1h`.
 
     Raises:
-        ValueError: It is not one.
+        ValueError: The text is not an interval.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(steps?|s|min|h)\s*", text)
     if match is None:
@@ -84,7 +84,7 @@ def parse_every(text: str) -> int | timedelta:
 
 
 class _OneLine(logging.Formatter):
-    """Messages without what a terminal would obey: they quote paths, checkpoints and errors."""
+    """Formats messages without control characters: they quote paths, checkpoints and errors."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line itself. A traceback that follows it keeps its lines."""
@@ -92,10 +92,10 @@ class _OneLine(logging.Formatter):
 
 
 def parse_hang_timeout(text: str) -> float:
-    """Reads a number of seconds, or `off`, which is infinity.
+    """Parse a number of seconds, or `off`, which is infinity.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The text is neither.
     """
     if text.strip() == OFF:
         return math.inf
@@ -109,7 +109,7 @@ def parse_hang_timeout(text: str) -> float:
 
 
 def log_to_stderr() -> None:
-    """Makes resilin write its log by itself, where the launcher asks for it. Once is enough."""
+    """Log to standard error, if the launcher asks for it. Further calls do nothing."""
     level = os.environ.get(LOG)
     logger = logging.getLogger("resilin")
     if level and not logger.handlers:

@@ -1,9 +1,9 @@
-"""Joining the other replicas, whoever launched them.
+"""Joining the process group of a job, under any launcher.
 
-torchrun and everything that speaks its environment (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`,
-`MASTER_PORT`) start a job of many; a plain `python script.py` is a job of one, with no group and
-no server. Nothing is remembered here: who is present is asked of torch.distributed each time,
-because it may change between any two steps.
+torchrun and every launcher that sets its environment variables (`RANK`, `WORLD_SIZE`,
+`MASTER_ADDR`, `MASTER_PORT`) start a job of many processes; a plain `python script.py` is a job of
+one, with no group and no server. Nothing is cached here: the members are read from
+torch.distributed each time, because they may change between any two steps.
 """
 
 from __future__ import annotations
@@ -15,31 +15,32 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
+from resilin.compat.ray_names import in_worker
+from resilin.compat.torch_names import rendezvous_from_environment
 from resilin.engine import devices, pulse, ray
 from resilin.engine.base import Engine
 from resilin.engine.single import Single
 from resilin.engine.torchrun import Torchrun
 
 LAUNCHER_ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What a launcher sets for each of its processes."""
+"""Environment variables that a launcher sets for each of its processes."""
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""How long a collective may wait before the job is taken to be stuck."""
+"""Time limit of a collective, after which the job counts as hung."""
 
 
 def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-    """Joins the job that this process was launched into.
+    """Join the job that this process was launched into.
 
-    Under torchrun or a compatible launcher this initialises torch.distributed; in a process of
-    its own it does nothing, and the job has one replica. Calling it again changes nothing. After
-    `torch.distributed.destroy_process_group()` on all replicas it can be called anew, as often on
-    each of them.
+    Under torchrun or a compatible launcher this initialises torch.distributed; in a single process
+    it does nothing, and the job has one replica. Calling it again changes nothing. After
+    `torch.distributed.destroy_process_group()` on all replicas it can be called again, equally
+    often on each of them.
 
     Args:
-        backend: `nccl`, `gloo` or another one of torch.distributed; None takes that of the
-            device: nccl where CUDA is available, xla with PyTorch/XLA, else gloo.
-        timeout: How long a collective may wait.
+        backend: `nccl`, `gloo` or another one of torch.distributed; None chooses by the device:
+            nccl if CUDA is available, xla with PyTorch/XLA, else gloo.
+        timeout: Time limit of a collective.
 
     Raises:
         ValueError: Only a part of the launcher's environment is set, or the group that exists
@@ -66,7 +67,7 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAU
         kind.choose(int(os.environ["LOCAL_RANK"]))
     if backend is None:
         backend = kind.backend
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store, rank, world_size = rendezvous_from_environment(timeout)
     dist.init_process_group(
         backend,
         store=PrefixStore(_agree_on_name(store, rank, world_size, timeout), store),
@@ -77,7 +78,7 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAU
 
 
 def _agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A name for this group that no group before it has had, the same on all of its members.
+    """A name for this group that no earlier group has had, the same on all of its members.
 
     A store may outlive groups: a process joins again, or torchrun starts new workers on the store
     of the old ones. Under the same name they would find each other's addresses, and connect to the
@@ -102,8 +103,13 @@ def _agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta)
     raise TimeoutError(f"replica {rank} of {world_size} waited {timeout} for the others to join")
 
 
+def num_launched() -> int:
+    """Processes that the launcher has started, also if they have not joined each other yet."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def detect() -> Engine:
-    """The engine of whatever launched this process."""
-    if ray.in_worker():
+    """The engine for the launcher of this process."""
+    if in_worker():
         return ray.RayTrain()
     return Torchrun() if all(name in os.environ for name in LAUNCHER_ENV) else Single()

@@ -1,8 +1,8 @@
-"""How a replica tells that it has lost another one: in a line.
+"""One-line report of a lost connection, in place of a traceback.
 
-When a process dies, gloo fails in all that were connected to it, each with a traceback through the
-backward pass of a step that has no fault. The cause is elsewhere, and under `resilin run` the agent
-names it. So there the others say one line; an error of any other kind keeps its traceback.
+When a process dies, gloo fails in every process that was connected to it, each with a traceback
+through a backward pass that is not at fault. The cause is elsewhere, and under `resilin run` the
+agent reports it. So the survivors log one line there; any other error keeps its traceback.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _GLOO = re.compile(r"gloo/transport/\S+\] (.*?(?:reset by peer|closed by peer|Br
 
 
 def lost_connection(error: BaseException) -> str | None:
-    """What gloo says of a connection whose other end is gone; None if this is another error.
+    """The message of gloo about a connection whose other end is gone; None for any other error.
 
-    One that was raised while another one was being handled is not taken for it: the first of the
-    two may be the cause.
+    An error raised while another one was being handled does not count: the first of the two may be
+    the cause.
     """
     if not isinstance(error, RuntimeError) or error.__cause__ or error.__context__:
         return None
@@ -32,12 +32,12 @@ def lost_connection(error: BaseException) -> str | None:
     return None if found is None else found.group(1)
 
 
-def tell_briefly(replica: int) -> None:
-    """Makes this process end with one line, not a traceback, when another one was lost.
+def shorten_traceback(replica: int) -> None:
+    """Make this process end with one line, not a traceback, when it loses a peer.
 
-    Only where the launcher has asked for a log, and not for all of it: `RESILIN_LOG=DEBUG` keeps
-    tracebacks. Call it behind the initialisation of the process group, whose own hook would come
-    before this one; twice does no harm.
+    Only if the launcher has set a log level other than DEBUG: `RESILIN_LOG=DEBUG` keeps
+    tracebacks. Call it after the initialisation of the process group, which installs a hook of its
+    own; calling it twice does no harm.
     """
     if os.environ.get(environment.LOG, "DEBUG").upper() == "DEBUG":
         return
@@ -46,10 +46,10 @@ def tell_briefly(replica: int) -> None:
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        said = lost_connection(error)
-        if said is None:
+        message = lost_connection(error)
+        if message is None:
             usual(kind, error, traceback)
         else:
-            logger.warning("replica %d has lost another one (%s)", replica, said)
+            logger.warning("replica %d lost its connection to a peer (%s)", replica, message)
 
     sys.excepthook = hook

@@ -1,4 +1,4 @@
-"""Whether a process of this machine is alive, also if its number was given to another one since."""
+"""Whether a process of this machine is alive, even if its pid may have been reused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def process_gone(pid: int, started: str | None) -> bool:
-    """Whether a process of this host has ended, also if nobody has collected it yet.
+    """Whether a process of this host has ended, also as a zombie.
 
     Args:
-        pid: Its number.
-        started: What `process_start` said of it; a number may be given to another process later.
+        pid: Its process id.
+        started: Its `process_start`, because a process id may be reused.
     """
     try:
         os.kill(pid, 0)
@@ -24,7 +24,7 @@ def process_gone(pid: int, started: str | None) -> bool:
 
 
 def process_start(pid: int) -> str | None:
-    """When a process began, in the kernel's words; empty if it has ended, None if not known."""
+    """Start time of a process, as the kernel reports it; empty if it has ended, None if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

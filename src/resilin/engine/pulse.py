@@ -1,11 +1,11 @@
-"""What a worker shows of itself to the agent that supervises it: in a small file in memory.
+"""State that a worker publishes for its agent, in a small file in memory.
 
-A worker that waits for another one, hangs in its own code, or was stopped, cannot say so. So each
-of them writes down what it does while it does it, which costs a few microseconds, and the agent
-looks at all of them. The file outlives the worker, and tells afterwards how far it came.
+A worker that waits for another one, hangs in its own code, or was stopped, cannot report it. So
+each worker records its phase as it runs, which costs a few microseconds, and the agent reads all of
+these files. The file outlives the worker, and shows afterwards how far it got.
 
-What the worker's own stacks are, only it can say. It is asked by a signal, which works while the
-main thread waits in native code, but not while the process is stopped.
+Only the worker itself can write its stacks. The agent asks for them with a signal, which works
+while the main thread waits in native code, but not while the process is stopped.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from resilin.compat.python_names import frame_of_main_thread
 from resilin.core.hang import Phase
 from resilin.core.text import clean
 from resilin.engine import environment
@@ -32,8 +33,8 @@ from resilin.engine import environment
 logger = logging.getLogger("resilin")
 
 STACKS: int | None = getattr(signal, "SIGRTMIN", None)
-"""The signal that asks a worker for its stacks; None where the system has none to spare. Those with
-names (SIGUSR2) belong to scripts and schedulers."""
+"""Signal that asks a worker for its stacks; None if the system has no spare one. Signals with names
+(SIGUSR2) belong to scripts and schedulers."""
 INTERVAL = 1.0
 """Seconds between two signs of life."""
 _RECORD = struct.Struct("<8s8q")
@@ -45,33 +46,36 @@ _LONGEST_ERROR = 300
 
 
 class Pulse:
-    """What a worker shows of itself; this one shows it to nobody, as there is no agent."""
+    """Published state of a worker; this class publishes nothing, for processes without an agent."""
 
     shown: bool = False
-    """Whether anybody can see it."""
+    """Whether the state is published."""
 
     def start(self, steps: int) -> None:
-        """The job has started, and goes on behind so many steps."""
+        """The job has started, after this many committed steps."""
 
     def begin_step(self) -> None:
         """A step begins."""
 
     def beat(self, phase: Phase, steps: int) -> None:
-        """The worker is in this phase, and so many steps are committed."""
+        """The worker is in this phase, with this many committed steps."""
 
     def follow(self, evaluating: Callable[[], bool]) -> None:
-        """Asks this function, now and then, whether the worker evaluates."""
+        """Call this function periodically to learn whether the worker evaluates."""
+
+    def reset(self) -> None:
+        """The job was given up; another one may follow in this process."""
 
     def close(self) -> None:
-        """Nothing more is shown."""
+        """Stop publishing."""
 
 
 class FilePulse(Pulse):
-    """Shows it in files of a directory that the agent has made.
+    """Publishes the state in files of a directory that the agent has created.
 
     Args:
-        directory: Where they are.
-        local_rank: Which of the agent's workers this is: their names.
+        directory: The directory.
+        local_rank: Number of this worker among those of the agent, which names the files.
     """
 
     shown = True
@@ -86,14 +90,14 @@ class FilePulse(Pulse):
         self._closed = threading.Event()
         descriptor = os.open(directory / f"{local_rank}", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            # Written, not only made so long: where memory is full, this fails, and to touch the map
-            # would end the process.
+            # Written, not only truncated to this size: if memory is full, this fails here, where
+            # touching the map would kill the process.
             os.write(descriptor, bytes(_SIZE))
             self._map = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
         if STACKS is not None:
-            # Kept open for as long as the process lives, for the handler of the signal.
+            # Kept open for the life of the process, for the signal handler.
             self._stacks = open(stacks_path(directory, local_rank), "w")  # noqa: SIM115
             faulthandler.register(STACKS, self._stacks, all_threads=True)
             self._flags |= _HAS_STACKS
@@ -104,7 +108,7 @@ class FilePulse(Pulse):
         self._thread.start()
 
     def start(self, steps: int) -> None:
-        """The job has started, and goes on behind so many steps."""
+        """The job has started, after this many committed steps."""
         with self._lock:
             self._began = self._steps = steps
             self._write()
@@ -115,18 +119,26 @@ class FilePulse(Pulse):
         self.beat(Phase.STEP, self._steps)
 
     def beat(self, phase: Phase, steps: int) -> None:
-        """The worker is in this phase, and so many steps are committed."""
+        """The worker is in this phase, with this many committed steps."""
         with self._lock:
             self._beats += 1
             self._phase, self._steps = phase, steps
             self._write()
 
     def follow(self, evaluating: Callable[[], bool]) -> None:
-        """Asks this function, now and then, whether the worker evaluates."""
+        """Call this function periodically to learn whether the worker evaluates."""
         self._evaluating = evaluating
 
+    def reset(self) -> None:
+        """The job was given up: until the next one starts, the process may take any time."""
+        with self._lock:
+            self._evaluating = None
+            self._began, self._steps, self._phase = -1, 0, Phase.START
+            self._beats += 1
+            self._write()
+
     def close(self) -> None:
-        """Ends the thread; what was shown last stays."""
+        """End the thread; the last published state stays."""
         self._closed.set()
         self._thread.join()
 
@@ -140,7 +152,8 @@ class FilePulse(Pulse):
             quiet = quiet + INTERVAL if beats == self._beats else 0.0
             beats = self._beats
             flags = 0
-            if self._evaluating is not None and self._evaluating():
+            evaluating = self._evaluating
+            if evaluating is not None and evaluating():
                 flags |= _EVALUATING
             if quiet and _is_debugged():
                 flags |= _DEBUGGED
@@ -150,21 +163,21 @@ class FilePulse(Pulse):
                 self._write()
 
     def _leave(self, pid: int) -> None:
-        """The script has come to its end, or has failed, and the process will be gone soon."""
+        """The script has ended or failed, and the process will exit soon."""
         if os.getpid() == pid:
             with self._lock:
                 self._flags |= _LEFT
                 self._write()
 
     def _tell_errors(self, path: Path) -> None:
-        """Writes down what this process fails with, for whoever has to say why it was given up."""
+        """Record the error that this process fails with, for the report of the agent."""
         usual, pid = sys.excepthook, os.getpid()
 
         def hook(
             kind: type[BaseException], error: BaseException, traceback: TracebackType | None
         ) -> None:
             if os.getpid() == pid:
-                # The directory is gone where the agent is.
+                # The directory is gone if the agent is.
                 with contextlib.suppress(OSError):
                     text = clean(f"{kind.__name__}: {error}", _LONGEST_ERROR)
                     path.write_text(text, errors="replace")
@@ -174,10 +187,10 @@ class FilePulse(Pulse):
 
 
 def _is_debugged() -> bool:
-    """Whether the main thread is in a debugger written in Python, or one may hold it."""
+    """Whether the main thread is, or may be, in a Python debugger."""
     if "pydevd" in sys.modules or "debugpy" in sys.modules:
         return True
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = frame_of_main_thread()
     while frame is not None:
         if os.path.basename(frame.f_code.co_filename) in _DEBUGGERS:
             return True
@@ -185,29 +198,37 @@ def _is_debugged() -> bool:
     return False
 
 
+_published: dict[tuple[Path, int, int], FilePulse] = {}
+"""The pulse of this process by directory, local rank and process id. The jobs of one process share
+it: two threads would overwrite each other's state in the file."""
+
+
 def of_this_process() -> Pulse:
-    """The pulse of this worker; one for nobody, if no agent has asked for it."""
+    """The pulse of this worker; one that publishes nothing, if there is no agent."""
     directory = _directory()
     if directory is None:
         return Pulse()
-    try:
-        return FilePulse(directory, _local_rank())
-    except OSError as error:
-        logger.warning("the agent cannot see what this worker does: %s", error)
-        return Pulse()
+    key = (directory, _local_rank(), os.getpid())
+    if key not in _published:
+        try:
+            _published[key] = FilePulse(directory, key[1])
+        except OSError as error:
+            logger.warning("the agent cannot see the state of this worker: %s", error)
+            return Pulse()
+    return _published[key]
 
 
 def announce() -> None:
-    """Shows that this worker uses resilin, and will show what it does once it comes to that."""
+    """Publish that this worker uses resilin, and will publish its state once it trains."""
     directory = _directory()
     if directory is not None:
-        # What is left of it where memory is full: this worker counts as one that shows nothing.
+        # If memory is full, this worker counts as one that publishes nothing.
         with contextlib.suppress(OSError):
             (directory / f"here-{_local_rank()}").touch()
 
 
 def _directory() -> Path | None:
-    # It is gone where the agent is.
+    # The directory is gone if the agent is.
     directory = Path(os.environ.get(environment.PULSE_DIR) or os.devnull)
     return directory if directory.is_dir() else None
 
@@ -221,34 +242,34 @@ def _local_rank() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What a worker has shown last."""
+    """The last published state of a worker."""
 
     pid: int
-    """Its process."""
+    """Its process id."""
     beats: int
-    """What it has done so far, counted."""
+    """Count of its events so far."""
     begun: int
     """Steps that it has begun in this life."""
     steps: int
     """Steps that are committed, over all lives."""
     began: int | None
-    """How many they were when this life went on from there; None if it has not come so far."""
+    """Committed steps when this life started; None if it has not started training."""
     phase: Phase
-    """Where it is."""
+    """Its phase."""
     alive: int
     """Signs of life."""
     evaluating: bool
     """Whether its model is not in training mode."""
     debugged: bool
-    """Whether a debugger for Python is at work in it."""
+    """Whether a Python debugger is active in it."""
     left: bool
-    """Whether its script has come to an end, of whatever kind."""
+    """Whether its script has ended, in whatever way."""
     has_stacks: bool
     """Whether it can be asked for its stacks. The signal would end a process that cannot."""
 
 
 def read(directory: Path, local_rank: int) -> Shown | None:
-    """What a worker has shown last; None if it has shown nothing yet."""
+    """The last published state of a worker; None if there is none yet."""
     try:
         with open(directory / f"{local_rank}", "rb") as file:
             data = file.read(_RECORD.size)
@@ -274,10 +295,10 @@ def read(directory: Path, local_rank: int) -> Shown | None:
 
 
 def stacks_path(directory: Path, local_rank: int) -> Path:
-    """Where a worker writes its stacks when it is asked for them."""
+    """File in which a worker writes its stacks on request."""
     return directory / f"stacks-{local_rank}"
 
 
 def error_path(directory: Path, local_rank: int) -> Path:
-    """Where a worker writes what it fails with."""
+    """File in which a worker writes the error that it fails with."""
     return directory / f"error-{local_rank}"

@@ -1,4 +1,4 @@
-"""A process of its own: a job of one replica, with nobody who would start it again."""
+"""A single process: a job of one replica, without a supervisor that would restart it."""
 
 from __future__ import annotations
 

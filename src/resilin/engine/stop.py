@@ -1,8 +1,8 @@
-"""Being asked to stop: by a signal, by a poller such as a cloud's notice, or by the user's code.
+"""Requests to stop: by a signal, by a poller such as a cloud's notice, or by the user's code.
 
-A request only says so; the ballot of the next step tells all replicas, and they end together. The
-signal is seen by a thread as well, because the main thread of a replica whose peer has died may
-wait for it in a collective, where no Python handler runs.
+A request is only recorded; the ballot of the next step sends it to all replicas, and they stop
+together. The signal is also received by a thread, because the main thread of a replica whose peer
+has died may wait in a collective, where no Python handler runs.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals that ask to stop: what clusters send before they take a machine, and Slurm's notice."""
+"""Signals that ask to stop: that of clusters before they take a machine, and Slurm's notice."""
 RESTART = 75
-"""Exit code of a process that wants to be started again (`EX_TEMPFAIL` of sysexits.h)."""
+"""Exit code of a process that asks for a restart (`EX_TEMPFAIL` of sysexits.h)."""
 
 logger = logging.getLogger("resilin")
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and by what."""
+    """A request to stop this process, with its reason."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        """The signal that asked, if it was one."""
+        """The signal, if the request was one."""
         self.reason: str | None = None
-        """Who asked; None while nobody did."""
+        """The reason; None without a request."""
         self._previous: dict[int, Any] = {}
         self._wakeup: tuple[int, int] | None = None
         self._closed = threading.Event()
@@ -46,25 +46,25 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """What the process ends with: 128 + signal as a shell would say, else `RESTART`."""
+        """Exit code of the process: 128 + signal as in a shell, else `RESTART`."""
         return RESTART if self.signal is None else 128 + self.signal
 
     def request(self, reason: str) -> None:
-        """Asks to stop at the end of the current step."""
+        """Request a stop at the end of the current step."""
         if self.reason is None:
             self.reason = reason
             self._event.set()
             if self._wakeup is not None:
-                # No signal has the number 0: it only ends the waiting. A full pipe does, too.
+                # No signal has the number 0: it only ends the wait. A full pipe does so, too.
                 with contextlib.suppress(BlockingIOError):
                     os.write(self._wakeup[1], b"\0")
 
     # Signals -------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Takes `SIGNALS` as requests, from now on. Only the main thread can; others are warned."""
+        """Treat `SIGNALS` as requests from now on; only a warning outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
-            logger.warning("not the main thread: signals cannot be taken as requests to stop")
+            logger.warning("not the main thread: signals cannot be handled as requests to stop")
             return
         for number in SIGNALS:
             present = signal.getsignal(number)
@@ -79,7 +79,7 @@ class StopRequest:
         _listening.add(self)
         present = signal.set_wakeup_fd(-1)
         if present != -1:
-            # That of somebody else, such as asyncio, goes on; signals are seen by handlers only.
+            # An existing one, such as that of asyncio, stays; then only handlers see signals.
             signal.set_wakeup_fd(present)
         elif self._previous:
             read, write = os.pipe()
@@ -97,7 +97,7 @@ class StopRequest:
         self.request(signal.Signals(number).name)
 
     def wait(self, seconds: float) -> bool:
-        """Waits for a request; sees a signal even while the main thread is blocked.
+        """Wait for a request; also receives a signal while the main thread is blocked.
 
         Returns:
             Whether this process was asked to stop.
@@ -115,11 +115,12 @@ class StopRequest:
     # Pollers -------------------------------------------------------------------------------
 
     def poll(self, condition: Callable[[], bool], every: float) -> None:
-        """Asks a function every so many seconds, in a thread, whether to stop.
+        """Call a function periodically, in a thread, to ask whether to stop.
 
         Args:
-            condition: True asks to stop. If it raises, that is logged, and it is asked again.
-            every: Seconds in between.
+            condition: True requests a stop. If it raises, the error is logged, and it is called
+                again later.
+            every: Seconds between two calls.
         """
 
         def ask() -> None:
@@ -128,21 +129,21 @@ class StopRequest:
                     answer = condition()
                 except Exception:
                     logger.warning(
-                        "the poller %r failed; it is asked again", condition, exc_info=True
+                        "the poller %r failed; it will be called again", condition, exc_info=True
                     )
                     continue
                 if answer:
-                    self.request(f"{getattr(condition, '__name__', condition)} said so")
+                    self.request(f"{getattr(condition, '__name__', condition)} returned True")
 
         threading.Thread(target=ask, name="resilin-poller", daemon=True).start()
 
     def close(self) -> None:
-        """Gives signals their former handlers back and ends the pollers."""
+        """Restore the former signal handlers, and end the pollers."""
         self._closed.set()
         self.release()
 
     def release(self) -> None:
-        """Gives signals their former handlers back."""
+        """Restore the former signal handlers."""
         _listening.discard(self)
         if self._wakeup is not None:
             signal.set_wakeup_fd(-1)
@@ -158,7 +159,7 @@ _listening: weakref.WeakSet[StopRequest] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """A forked child has the handlers and the pipe of its parent: its signals are its own."""
+    """Drop the handlers and the pipe that a forked child inherits from its parent."""
     for request in list(_listening):
         request.release()
 

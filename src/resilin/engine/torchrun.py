@@ -1,33 +1,40 @@
-"""torchrun, and every launcher that speaks its environment.
+"""torchrun, and every launcher that sets its environment variables.
 
 A change of membership, or the loss of any worker, means new processes for all: torchrun's agents
-stop the workers that are left, meet again, and start new ones. So a step ends for all or for none,
-and state comes from the host's memory, from another replica, or from a checkpoint.
+stop the remaining workers, repeat the rendezvous, and start new ones. So a step ends for all or for
+none, and state comes from the host's memory, from another replica, or from a checkpoint.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import sys
 import time
+from dataclasses import replace
+from functools import partial
 from typing import NoReturn
 
+from resilin.core.membership import Membership
 from resilin.engine import environment, pulse
-from resilin.engine.base import Engine
-from resilin.engine.processes import process_gone as process_gone
-from resilin.engine.processes import process_start as process_start
+from resilin.engine.base import Engine, LastWords
+from resilin.engine.processes import process_gone, process_start
 from resilin.engine.stop import RESTART
+from resilin.engine.watch import Peer, Watch
+
+logger = logging.getLogger("resilin")
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 """Set by torchrun's agents; the `--rdzv-id` of the job."""
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""Seconds between an agent's SIGTERM and its SIGKILL, for agents that take it from there."""
+"""Seconds between an agent's SIGTERM and its SIGKILL, for agents that read this variable."""
 NO_RUN_ID = "none"
-"""What torchrun calls a job that was not given an id."""
+"""torchrun's name for a job without an id."""
 AGENT_SECONDS = 0.5
-"""How long a replica that follows others waits for its own agent to stop it.
+"""Seconds that a replica that follows others waits for its own agent to stop it.
 
-An agent that is about to restart its workers because others joined says so within its monitor
+An agent that is about to restart its workers because others joined stops them within its monitor
 interval, and then the exit of a worker does not count as a failure.
 """
 
@@ -41,26 +48,19 @@ class Torchrun(Engine):
         self._agent = int(os.environ.get(environment.AGENT, self._parent))
         self._agent_start = process_start(self._agent)
         self.pulse = pulse.of_this_process()
+        self._watch: Watch | None = None
 
-    @property
-    def host(self) -> int:
-        """Number of the agent."""
-        return int(os.environ.get("GROUP_RANK", "0"))
-
-    @property
-    def num_hosts(self) -> int:
-        """How many agents there are."""
-        return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-
-    @property
-    def local_replica(self) -> int:
-        """Which worker of its agent this replica is."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
-
-    @property
-    def num_local_replicas(self) -> int:
-        """Workers of this agent."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    def find_membership(self) -> Membership:
+        """Hosts are agents; each worker of an agent is a replica."""
+        host, local = (int(os.environ.get(name, "0")) for name in ("GROUP_RANK", "LOCAL_RANK"))
+        # A launcher may say the number and not how many there are.
+        return replace(
+            super().find_membership(),
+            host=host,
+            num_hosts=max(host + 1, int(os.environ.get("GROUP_WORLD_SIZE", "1"))),
+            local_process=local,
+            num_local_processes=max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        )
 
     @property
     def restartable(self) -> bool:
@@ -69,12 +69,12 @@ class Torchrun(Engine):
 
     @property
     def num_restarts(self) -> int:
-        """How often the agent has started this worker again because of a failure."""
+        """Number of restarts by the agent because of a failure."""
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
     @property
     def memory_name(self) -> str | None:
-        """The id of the run, or the agent itself where the run has none."""
+        """The id of the run, or of the agent if the run has none."""
         if not self.restartable:
             return None
         run_id = os.environ[RUN_ID]
@@ -82,23 +82,51 @@ class Torchrun(Engine):
 
     @property
     def grace(self) -> float:
-        """Seconds in which a worker that was told to stop has to be gone by itself."""
+        """Seconds within which a worker that was asked to stop has to exit."""
         return 0.6 * float(os.environ.get(SHUTDOWN_TIMEOUT, "30"))
 
     def orphaned(self) -> bool:
-        """Whether the agent is gone: then nobody supervises this worker any more."""
+        """Whether the agent is gone, so that this worker is no longer supervised."""
         if not self.restartable:
             return False
         if os.getppid() != self._parent:
             return True
         return self._agent != self._parent and process_gone(self._agent, self._agent_start)
 
+    def watch(self, last_words: LastWords) -> None:
+        """Watch the agent and the other workers of this host."""
+        if not self.restartable or self._watch is not None:
+            return
+        host, me = self.membership.host, Peer(os.getpid(), process_start(os.getpid()))
+        everyone = self.gather([host, *me])
+        peers = [Peer(pid, start) for where, pid, start in everyone if where == host]
+        peers.remove(me)
+        self._watch = Watch(self, peers, partial(self._abandon, last_words))
+
+    def unwatch(self) -> None:
+        """Stop watching."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _abandon(self, last_words: LastWords, reason: str, deadline_passed: bool) -> None:
+        """End this process from another thread: its main thread is stuck, or unsupervised."""
+        try:
+            last_words(reason, deadline_passed)
+        except Exception:
+            logger.exception("the last words of replica %d failed", self.membership.replica)
+        finally:
+            # Whatever failed: nothing else ends a process whose main thread is stuck.
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(self.stop.exit_code if self.stop.asked else RESTART)
+
     def leave(self, *, asked: bool) -> NoReturn:
         """Ends this worker.
 
-        A worker that follows others wants to be started again with those that stay. One whose
-        machine goes away, as a poller or SIGUSR1 says, takes its agent along, or it would be
-        started again right here.
+        A worker that follows others asks to be restarted with those that stay. One whose machine is
+        taken away, according to a poller or SIGUSR1, ends its agent too, which would otherwise
+        restart it here.
         """
         if not asked:
             deadline = time.monotonic() + AGENT_SECONDS

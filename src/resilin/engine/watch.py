@@ -1,8 +1,8 @@
-"""Watches over a replica from a thread, for what its main thread cannot see.
+"""A thread that ends a process which its main thread cannot end.
 
-A replica whose peer has died may wait for it in a collective for as long as the group's timeout. A
-worker whose agent has died trains on with nobody to supervise it. In both cases it must go: what it
-has completed is in memory, and a new generation will take it up.
+A process whose peer has died may wait in a collective until the timeout of the group. A worker
+whose agent has died would train on without supervision. In both cases the process must end: its
+completed steps are in memory, and a new generation resumes from there.
 """
 
 from __future__ import annotations
@@ -10,38 +10,52 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from resilin.engine.processes import process_gone
 from resilin.engine.stop import StopRequest
-from resilin.engine.torchrun import Torchrun, process_gone
 
 INTERVAL = 0.2
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 URGENT = 0.02
-"""The same once the replica was asked to stop."""
+"""Seconds between two checks after the process was asked to stop."""
+
+
+class Supervised(Protocol):
+    """The interface of the engine of a supervised process."""
+
+    stop: StopRequest
+
+    @property
+    def grace(self) -> float:
+        """Seconds from a request to stop until the process must have exited."""
+        ...
+
+    def orphaned(self) -> bool:
+        """Whether the agent is gone."""
+        ...
 
 
 class Peer(NamedTuple):
-    """Another replica on this host."""
+    """Another process of the job on this host."""
 
     pid: int
-    """Its process."""
+    """Its process id."""
     started: str | None
-    """When that began, so that a number which was given anew is not taken for it."""
+    """Its start time, because a process id may be reused."""
 
 
 class Watch:
-    """A thread that calls `abandon` when this replica can do nothing useful any more.
+    """A thread that calls `abandon` when this process can no longer make progress.
 
     Args:
-        engine: Whose agent is watched.
-        peers: The other replicas of this host.
-        abandon: Called with the reason, and whether the agent's patience is at its end; must end
-            the process.
+        engine: The engine whose agent is watched.
+        peers: The other processes of the job on this host.
+        abandon: Called with (reason, deadline_passed); must terminate the process.
     """
 
     def __init__(
-        self, engine: Torchrun, peers: Sequence[Peer], abandon: Callable[[str, bool], None]
+        self, engine: Supervised, peers: Sequence[Peer], abandon: Callable[[str, bool], None]
     ) -> None:
         self._engine = engine
         self._peers = peers
@@ -51,7 +65,7 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the watch."""
+        """Stop watching."""
         self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -68,7 +82,7 @@ class Watch:
             if deadline is None:
                 deadline = time.monotonic() + self._engine.grace
             if any(process_gone(peer.pid, peer.started) for peer in self._peers):
-                self._abandon("another worker of this host is gone", False)
+                self._abandon("another worker on this machine is gone", False)
             if time.monotonic() > deadline:
                 self._abandon(f"no step ended within {self._engine.grace:g} s", True)
             self._closed.wait(URGENT)

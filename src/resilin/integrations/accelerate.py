@@ -1,10 +1,10 @@
 """Accelerate: `prepare` in place of `accelerator.prepare`.
 
-Accelerate keeps what it is good at: devices, mixed precision, evaluation, trackers, its checkpoint
-folders. The step is resilin's: an `AdaptiveDataLoader` deals out the samples, an
-`AdaptiveDataParallel` weighs gradients, and a clock steps the scheduler. The accelerator learns
-from them which micro-batch completes a step, so `accelerator.accumulate`, `sync_gradients` and
-`clip_grad_norm_` mean the step at any batch size and any number of processes.
+Accelerate keeps devices, mixed precision, evaluation, trackers and its checkpoint folders. The step
+is resilin's: an `AdaptiveDataLoader` deals out the samples, an `AdaptiveDataParallel` weighs
+gradients, and a clock steps the scheduler. They set in the accelerator which micro-batch completes
+a step, so `accelerator.accumulate`, `sync_gradients` and `clip_grad_norm_` refer to the step at any
+batch size and any number of processes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from resilin.compat import accelerate_names
 from resilin.core.rules import ScalingRule
 from resilin.integrations.folders import load_state, read_state, save_state
 from resilin.telemetry.extras import load
-from resilin.training.job import Job, current_job
+from resilin.training.bridge.home import Home
+from resilin.training.bridge.placed_loader import PlacedLoader
+from resilin.training.bridge.readout import read_out
+from resilin.training.gates.patch import Patch
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
-from resilin.training.readout import read_out
 
 __all__ = ["ElasticLoader", "SteppedByClock", "prepare", "read_out"]
 
@@ -38,31 +41,31 @@ def prepare(
     schedule_by: ScheduleBy = "rule",
     **adaptive: Any,
 ) -> tuple[Any, ...]:
-    """Prepares the parts of a training loop, as `accelerator.prepare` does, for an elastic one.
+    """Prepare the parts of an elastic training loop, as `accelerator.prepare` does.
 
     Give it the model, its optimizer, the `AdaptiveDataLoader` that trains, and a scheduler if there
     is one, in any order; other objects, such as loaders for evaluation, go to
     `accelerator.prepare`. The loop stays as it is. `accelerator.save_state` and `load_state` then
-    carry clocks, cursor and noise as well, so that a loop over `resilin.remaining_epochs_until`
-    goes on in the middle of an epoch, at another number of processes.
+    also carry clocks, cursor and noise, so that a loop over `resilin.remaining_epochs_until`
+    resumes in the middle of an epoch, at another number of processes.
 
     A scheduler is written per step of the reference batch. Its clock steps it; `scheduler.step()`
-    may stay in the body of the loop and does nothing. Behind the body it is an error: a scheduler
-    of epochs needs `schedule_by="user"`.
+    may stay in the body of the loop and does nothing. Outside the loop over the data it is an
+    error: a scheduler of epochs needs `schedule_by="user"`.
 
     Args:
         accelerator: The Accelerator.
-        *things: What to prepare.
+        *things: Objects to prepare.
         rule: As in `AdaptiveDataParallel`.
-        schedule_by: What steps the scheduler: `rule`, a clock, or `user` for your loop.
+        schedule_by: Who steps the scheduler: `rule`, a clock, or `user` for your loop.
         **adaptive: More arguments of `AdaptiveDataParallel`, such as `stats_every`.
 
     Returns:
         The prepared things, in the order given.
 
     Raises:
-        ValueError: A part is missing or there twice, or the accelerator has a setting that cannot
-            be honoured.
+        ValueError: A part is missing or given twice, or the accelerator has a setting that
+            resilin does not support.
     """
     refuse(accelerator)
     model = _only("model", nn.Module, things)
@@ -91,7 +94,7 @@ def prepare(
         lambda models, directory: load_state(read_state(directory))
     )
     if shown is not None:
-        accelerator._schedulers.append(shown)
+        accelerate_names.add_scheduler(accelerator, shown)
     ours = {
         id(model): wrapped,
         id(optimizer): accelerator.prepare_optimizer(bare_optimizer(optimizer)),
@@ -114,7 +117,13 @@ def _only(what: str, kind: type[Any], things: tuple[Any, ...], *, optional: bool
 
 
 def refuse(accelerator: Any) -> None:
-    """Raises a ValueError for a setting of the accelerator that cannot be honoured."""
+    """Reject settings of the accelerator that resilin does not support.
+
+    Raises:
+        ValueError: Names the setting, its value and the value that it must have.
+        MissingNameError: This version of Accelerate lacks a name that resilin needs.
+    """
+    accelerate_names.check(accelerator)
     kind = accelerator.distributed_type.value
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise ValueError(
@@ -146,7 +155,7 @@ def refuse(accelerator: Any) -> None:
 def wrap(
     accelerator: Any, model: nn.Module, optimizer: Optimizer, scheduler: Any, **adaptive: Any
 ) -> tuple[AdaptiveDataParallel, Any]:
-    """Wraps a model that the accelerator has not seen, and teaches the accelerator its step.
+    """Wrap a model that the accelerator has not seen, and connect the accelerator to its step.
 
     Args:
         accelerator: The Accelerator.
@@ -169,7 +178,7 @@ def wrap(
     handler = accelerator.ddp_handler
     ddp = {} if handler is None else handler.to_kwargs()
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
-    prepared._is_accelerate_prepared = True
+    accelerate_names.mark_prepared(prepared)
     if scheduler is None:
         adaptive["schedule_by"] = "user"
     wrapped = AdaptiveDataParallel(
@@ -179,55 +188,56 @@ def wrap(
         scaler=accelerator.scaler,
         **{**ddp, **adaptive},
     )
-    _teach(accelerator)
+    wrapped.add_gate(_connect(accelerator, wrapped))
     if scheduler is None or adaptive["schedule_by"] == "user":
         return wrapped, scheduler
     return wrapped, SteppedByClock(scheduler)
 
 
 def bare_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer itself, without what Accelerate has put around it."""
+    """The optimizer without the wrapper of Accelerate."""
     while isinstance(optimizer, _accelerate_optimizer.AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     assert isinstance(optimizer, Optimizer)
     return optimizer
 
 
-def _teach(accelerator: Any) -> None:
-    """Lets the accelerator ask the job where a step ends, and what is inside its model."""
+def _connect(accelerator: Any, trained: AdaptiveDataParallel) -> Patch:
+    """Connect the accelerator to the steps of the job, and to the module inside the model."""
     kind = type(accelerator)
+
+    def is_trained(parameters: list[Any]) -> bool:
+        return Home().job.model is trained and _all_in(parameters, trained)
 
     def unwrap_model(model: Any, *args: Any, **kwargs: Any) -> Any:
         inner = model.module if isinstance(model, AdaptiveDataParallel) else model
         return kind.unwrap_model(accelerator, inner, *args, **kwargs)
 
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        trained = current_job().model
         listed = list(parameters)
-        if not isinstance(trained, AdaptiveDataParallel) or not _same(listed, trained):
+        if not is_trained(listed):
             return kind.clip_grad_norm_(accelerator, listed, max_norm, norm_type)
-        if not completes_step(current_job()):
+        if not completes_step():
             return None
         if math.isinf(max_norm):
-            # Only the norm is wanted.
+            # The caller wants the norm alone.
             with trained.change_gradient():
                 return kind.clip_grad_norm_(accelerator, listed, max_norm, norm_type)
         accelerator.unscale_gradients()
         return trained.clip_grad_norm_(max_norm, norm_type)
 
     def clip_grad_value_(parameters: Any, clip_value: float) -> None:
-        trained = current_job().model
         listed = list(parameters)
-        if not isinstance(trained, AdaptiveDataParallel) or not _same(listed, trained):
+        if not is_trained(listed):
             kind.clip_grad_value_(accelerator, listed, clip_value)
-        elif completes_step(current_job()):
+        elif completes_step():
             with trained.change_gradient():
                 kind.clip_grad_value_(accelerator, listed, clip_value)
 
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         if num_batches and isinstance(dataloader, ElasticLoader | AdaptiveDataLoader):
             raise ValueError(
-                f"num_batches ({num_batches}) must be 0 for an AdaptiveDataLoader: it goes on at "
+                f"num_batches ({num_batches}) must be 0 for an AdaptiveDataLoader: it resumes at "
                 "its cursor, which load_state() restores"
             )
         return (
@@ -236,77 +246,77 @@ def _teach(accelerator: Any) -> None:
             else kind.skip_first_batches(accelerator, dataloader, num_batches)
         )
 
-    vars(accelerator).update(
-        unwrap_model=unwrap_model,
-        clip_grad_norm_=clip_grad_norm_,
-        clip_grad_value_=clip_grad_value_,
-        skip_first_batches=skip_first_batches,
-        _do_sync=lambda: tell(accelerator),
+    return Patch(
+        accelerator,
+        {
+            "unwrap_model": unwrap_model,
+            "clip_grad_norm_": clip_grad_norm_,
+            "clip_grad_value_": clip_grad_value_,
+            "skip_first_batches": skip_first_batches,
+            accelerate_names.SYNC: lambda: update_sync(accelerator),
+        },
     )
 
 
-def _same(parameters: list[Any], model: nn.Module) -> bool:
+def _all_in(parameters: list[Any], model: nn.Module) -> bool:
+    """Whether there are any parameters, and all of them are the model's."""
     own = {id(parameter) for parameter in model.parameters()}
     return bool(parameters) and all(id(parameter) in own for parameter in parameters)
 
 
-def completes_step(job: Job) -> bool:
-    """Whether the micro-batch at hand is the last one of its step on this replica."""
-    return job.micro_batch is None or job.micro_batch.last
+def completes_step() -> bool:
+    """Whether the current micro-batch is the last one of its step on this replica."""
+    micro_batch = Home().micro_batch
+    return micro_batch is None or micro_batch.last
 
 
-def tell(accelerator: Any) -> None:
-    """Tells the accelerator whether the micro-batch at hand completes a step."""
-    accelerator.gradient_state._set_sync_gradients(completes_step(current_job()))
+def update_sync(accelerator: Any) -> None:
+    """Set in the accelerator whether the current micro-batch completes a step."""
+    accelerate_names.set_completes(accelerator, completes_step())
 
 
-class ElasticLoader:
+class ElasticLoader(PlacedLoader):
     """An `AdaptiveDataLoader` whose batches are on the accelerator's device.
 
     Everything but iterating is that of the loader itself, such as `set_batch_size`.
     """
 
     def __init__(self, loader: AdaptiveDataLoader, accelerator: Any) -> None:
-        self.loader = loader
+        def place(batch: Any) -> Any:
+            update_sync(accelerator)
+            if not accelerator.device_placement:
+                return batch
+            return _utils.send_to_device(
+                batch, accelerator.device, non_blocking=accelerator.non_blocking
+            )
+
+        super().__init__(loader, place)
         self._accelerator = accelerator
 
     def __iter__(self) -> Iterator[Any]:
-        accelerator = self._accelerator
         try:
-            for batch in self.loader:
-                tell(accelerator)
-                if accelerator.device_placement:
-                    batch = _utils.send_to_device(
-                        batch, accelerator.device, non_blocking=accelerator.non_blocking
-                    )
-                yield batch
+            yield from super().__iter__()
         finally:
-            accelerator.gradient_state._set_sync_gradients(True)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
+            accelerate_names.set_completes(self._accelerator, True)
 
 
 class SteppedByClock:
-    """A scheduler as a framework's loop sees it, when a clock of the job steps it."""
+    """A scheduler that a clock of the job steps, for a loop that would step it itself."""
 
     def __init__(self, scheduler: LRScheduler | ReduceLROnPlateau) -> None:
         self.scheduler = scheduler
 
     def step(self, *_: Any, **__: Any) -> None:
-        """Does nothing in the body of a loop: the clock has stepped it with the optimizer.
+        """Do nothing: the clock has stepped the scheduler together with the optimizer.
 
         Raises:
-            RuntimeError: Outside of that, where a scheduler of epochs is stepped.
+            RuntimeError: The call is outside the loop over the data, as for a scheduler of epochs.
         """
-        if current_job().loader is None:
+        if Home().job.loader is None:
             raise RuntimeError(
-                "scheduler.step() came outside of the loop over the AdaptiveDataLoader, and this "
-                "scheduler is stepped by a clock, once per reference step; a scheduler of epochs "
-                "needs schedule_by='user'"
+                "scheduler.step() was called outside the loop over the AdaptiveDataLoader, but a "
+                "clock steps this scheduler, once per reference step; a scheduler of epochs needs "
+                "schedule_by='user'"
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -314,7 +324,7 @@ class SteppedByClock:
 
 
 def _writes(accelerator: Any) -> bool:
-    """Whether this process writes what all processes have."""
+    """Whether this process writes the state that is the same on all processes."""
     if accelerator.project_configuration.save_on_each_node:
         return bool(accelerator.is_local_main_process)
     return bool(accelerator.is_main_process)

@@ -1,7 +1,7 @@
-"""What resilin adds to the checkpoint folders of Accelerate and of the Trainer.
+"""Files that resilin adds to the checkpoint folders of Accelerate and of the Trainer.
 
-Their folders have the model, its optimizer, the scheduler and the scaler. Beside these goes what
-they cannot know: clocks, the cursor in the data, the noise, and what the user has registered.
+Their folders have the model, its optimizer, the scheduler and the scaler. The added files have the
+rest: clocks, the cursor in the data, the noise, and objects that the user has registered.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from resilin.telemetry.extras import load
-from resilin.training.carried import CarriedState
+from resilin.training.bridge.carried import CarriedState
 
 _safetensors: Any = load("safetensors.torch", "hf", "resilin.integrations")
 
 STATE_FILE = "resilin.json"
-"""What resilin adds to a checkpoint folder of Accelerate or of the Trainer."""
+"""File with the state of the job, without tensors."""
 TENSORS_FILE = "resilin.safetensors"
-"""The same for tensors, of objects that the user has registered."""
+"""File with tensors of objects that the user has registered."""
 FRAMEWORK = ("model", "optimizer", "scheduler", "scaler")
-"""What these folders have anyway."""
+"""Parts that these folders have already."""
 
 
 def save_state(directory: str, *without: str, write: bool) -> None:
-    """Adds to a checkpoint folder what it has to carry. Collective.
+    """Add the state of the job to a checkpoint folder. Collective.
 
     Args:
-        directory: The folder, which exists where it is written to.
-        *without: More names that the framework saves by itself.
+        directory: The folder, which exists on the process that writes.
+        *without: More parts that the framework already saves.
         write: Whether this process writes.
     """
     state = CarriedState({*FRAMEWORK, *without}).state_dict()
@@ -42,16 +42,16 @@ def save_state(directory: str, *without: str, write: bool) -> None:
 
 
 def read_state(directory: str) -> dict[str, Any]:
-    """Reads what `save_state` wrote; nothing in it is executed.
+    """Read what `save_state` wrote; nothing in it is executed.
 
     Raises:
-        ValueError: The folder has none.
+        ValueError: The folder has no such file.
     """
     path = Path(directory) / STATE_FILE
     if not path.is_file():
         raise ValueError(
-            f"{directory} has no {STATE_FILE}: it was saved without resilin, and which samples "
-            "are done is not known"
+            f"{directory} has no {STATE_FILE}: it was saved without resilin, so the samples "
+            "that are done are not known"
         )
     beside = Path(directory) / TENSORS_FILE
     tensors = _safetensors.load_file(beside) if beside.is_file() else {}
@@ -59,5 +59,5 @@ def read_state(directory: str) -> dict[str, Any]:
 
 
 def load_state(state: dict[str, Any], *without: str) -> None:
-    """Makes the job go on from what `read_state` returned, at any number of processes."""
+    """Make the job resume from what `read_state` returned, at any number of processes."""
     CarriedState({*FRAMEWORK, *without}).load_state_dict(state)

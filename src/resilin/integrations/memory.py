@@ -1,14 +1,14 @@
-"""What callbacks remember, kept by what they can do and not by what they are called.
+"""State of callbacks, found by their capabilities and not by their names.
 
-A callback with `state_dict()` and `load_state_dict()` is asked. Of any other one its attributes are
-kept: plain data (numbers, strings, arrays, tensors and containers of them) that differ from what
-the callback was made with, and objects that have a state themselves (variables of Keras, random
-generators, `state_dict`), also within helper objects. An attribute that nothing has changed is the
-script's: a patience that is edited between two starts is honoured.
+A callback with `state_dict()` and `load_state_dict()` is asked for its state. For any other one its
+attributes are kept: plain data (numbers, strings, arrays, tensors and containers of them) that
+training has changed, and objects that have a state themselves (variables of Keras, random
+generators, `state_dict`), also within helper objects. An attribute that nothing has changed comes
+from the script: a patience that is edited between two starts takes effect.
 
-Two limits. Arrays and lists that were there before training and are larger than `LARGE` are
-compared by identity, so a change in place is not noticed. What cannot be kept and has changed is
-named in a warning when a job resumes, unless the callback has made it anew by then.
+Two limits. Arrays and lists from before training that are larger than `LARGE` are compared by
+identity, so a change in place is not noticed. A changed attribute that cannot be kept is named in a
+warning when a job resumes, unless the callback has created it again by then.
 """
 
 from __future__ import annotations
@@ -24,24 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from resilin.compat.keras_names import REMADE, SET_BY_FIT, choose_comparison
+from resilin.compat.torch_names import version_of
+
 LARGE = 2**17
-"""Elements from which on an array or a list that was there before training is not compared."""
+"""Largest array or list from before training that is compared, in elements."""
 _DEPTH = 3
-"""How far helper objects of a callback are looked into."""
-_NOT_STATE = ("params", "_model", "model")
-"""Attributes of a callback that `fit` sets."""
-_REMADE = (
-    "csv_file",
-    "writer",
-    "append",
-    "append_header",
-    "progbar",
-    "monitor_op",
-    "_writers",
-    "_batch_trace_context",
-    "_summary_module",
-)
-"""Attributes of callbacks of Keras that they make anew by themselves."""
+"""Depth to which helper objects of a callback are searched."""
 _SCALARS = (bool, int, float, complex, str, bytes)
 _SEQUENCES = (list, tuple, set, deque)
 _MAPPINGS = (dict, OrderedDict, Counter)
@@ -55,13 +44,13 @@ _CODE = (
 )
 """Code has no state."""
 _LIBRARIES = ("keras", "torch", "transformers")
-"""Packages whose objects know themselves how they begin."""
+"""Packages whose objects initialise themselves."""
 _COMPARISON = "monitor_op"
-"""How callbacks that monitor something compare; chosen at the end of their first epoch."""
+"""Comparison of a callback that monitors a value; chosen at the end of its first epoch."""
 _NUMBERS = {bool, int, float, str}
 _ABSENT: Any = object()
 _FLOATS = "float64"
-"""The one key of a packed list of numbers: as text they would take long to write in each copy."""
+"""Key of a packed list of numbers, which as text would take long to write in each copy."""
 
 
 class Memory:
@@ -69,9 +58,9 @@ class Memory:
 
     Args:
         thing: The object, as the script has made it.
-        without: Objects that are kept elsewhere, such as the model that is trained.
-        made: Whether it was made in training: then all that it has is to be kept.
-        depth: How far its attributes are looked into.
+        without: Objects that are kept elsewhere, such as the model.
+        made: Whether it was created during training: then all of its state is kept.
+        depth: Depth to which its attributes are searched.
     """
 
     def __init__(
@@ -85,7 +74,7 @@ class Memory:
         self.thing = thing
         self._without = without
         self._depth = depth
-        self._asked = _speaks(thing)
+        self._asked = _has_state_dict(thing)
         self._before: dict[str, Any] = {}
         self._held: dict[str, _Held | Memory] = {}
         self._changed: set[str] = set()
@@ -99,12 +88,12 @@ class Memory:
 
     def _attributes(self) -> Iterator[tuple[str, Any]]:
         for name, value in list(self.thing.__dict__.items()):
-            skipped = name in _NOT_STATE or name in _REMADE
+            skipped = name in SET_BY_FIT or name in REMADE
             if not skipped and id(value) not in self._without:
                 yield name, value
 
     def _hold(self, name: str, value: Any) -> _Held | Memory | None:
-        """The way to the state of an attribute that is no plain data; None if there is none."""
+        """Access to the state of an attribute that is not plain data; None if it has none."""
         held = self._held.get(name)
         if held is not None and held.thing is value:
             return held
@@ -118,7 +107,7 @@ class Memory:
         return held
 
     def take(self) -> dict[str, Any]:
-        """What it remembers now: numbers, strings, arrays and containers of them."""
+        """The current state: numbers, strings, arrays and containers of them."""
         if self._asked:
             return {"asked": self.thing.state_dict()}
         plain: dict[str, Any] = {}
@@ -138,11 +127,11 @@ class Memory:
         return {"plain": plain, "inner": inner, "lost": lost} if plain or inner or lost else {}
 
     def give(self, taken: Mapping[str, Any], path: str) -> None:
-        """Gives the object what it remembered; what has changed since it was made is undone.
+        """Restore a state; other changes since the object was created are undone.
 
         Args:
-            taken: What `take` returned.
-            path: What the object is called in warnings.
+            taken: Result of `take`.
+            path: Name of the object in warnings.
         """
         if self._asked:
             if "asked" in taken:
@@ -152,7 +141,7 @@ class Memory:
         plain = taken.get("plain", {})
         if own.get(_COMPARISON, _ABSENT) is None and "min_delta" in plain:
             # Keras gives `min_delta` its sign when it chooses the comparison, and then only.
-            self.thing._set_monitor_op()
+            choose_comparison(self.thing)
         known = {name for part in ("plain", "inner", "lost") for name in taken.get(part, ())}
         for name in self._before.keys() & own.keys() - known:
             before = self._before[name]
@@ -175,13 +164,14 @@ class Memory:
 def _warn(path: str, name: str, kind: str) -> None:
     warnings.warn(
         f"{path}.{name} ({kind}) has changed in training and cannot be kept: after this restart it "
-        f"begins anew; give {path.partition('.')[0]} state_dict() and load_state_dict()",
+        f"starts from its initial state; give {path.partition('.')[0]} state_dict() and "
+        "load_state_dict()",
         stacklevel=2,
     )
 
 
 class _Held:
-    """An object within a callback that has a state of its own, and how to ask for it."""
+    """An object within a callback that has a state of its own, and access to it."""
 
     def __init__(
         self,
@@ -207,7 +197,7 @@ class _Held:
 
     @classmethod
     def of(cls, thing: Any, without: Collection[int], *, made: bool) -> _Held | None:
-        """The way to the state of an object; None if it has none that is known."""
+        """Access to the state of an object; None if it has none that is known."""
         held = cls._of(thing, without)
         if held is not None and made:
             held._before = None
@@ -231,7 +221,9 @@ class _Held:
         variables = [thing] if _is_variable(thing) else getattr(thing, "variables", None)
         if isinstance(variables, list) and all(map(_is_variable, variables)):
             return cls._variables(thing, variables, without)
-        return cls(thing, thing.state_dict, thing.load_state_dict) if _speaks(thing) else None
+        return (
+            cls(thing, thing.state_dict, thing.load_state_dict) if _has_state_dict(thing) else None
+        )
 
     @classmethod
     def _variables(cls, thing: Any, variables: list[Any], without: Collection[int]) -> _Held:
@@ -245,7 +237,7 @@ class _Held:
                 variable.assign(value)
 
         def mark() -> list[tuple[int, int]]:
-            return [(id(variable.value), variable.value._version) for variable in own]
+            return [(id(variable.value), version_of(variable.value)) for variable in own]
 
         if not own:
             return cls(thing, list, lambda state: None, lambda: None)
@@ -260,12 +252,12 @@ def _is_variable(thing: Any) -> bool:
     )
 
 
-def _speaks(thing: Any) -> bool:
+def _has_state_dict(thing: Any) -> bool:
     return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _is_helper(value: Any, owner: Any) -> bool:
-    """Whether an object comes with the class that holds it; those of libraries are let be."""
+    """Whether an object is from the package of the class that holds it, and not of a library."""
     if isinstance(value, _CODE) or not hasattr(value, "__dict__"):
         return False
     packages = [type(thing).__module__.partition(".")[0] for thing in (value, owner)]
@@ -276,7 +268,7 @@ def _is_helper(value: Any, owner: Any) -> bool:
 
 
 def _is_plain(value: Any, before: Any = None) -> bool:
-    """Whether it is data that can be written down and read back as what it was."""
+    """Whether it is data that can be saved and restored exactly."""
     kind = type(value)
     if value is None or kind in _SCALARS:
         return kind is not complex
@@ -297,7 +289,7 @@ def _is_plain(value: Any, before: Any = None) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """A copy that later changes in place do not reach, of what is not too large."""
+    """A copy, so that later changes in place can be seen; large values are not copied."""
     kind = type(value)
     if kind in (np.ndarray, list, deque) and _size(value) > LARGE:
         return value
@@ -353,7 +345,7 @@ def _unpack(value: Any) -> Any:
 
 
 def _refill(present: Any, value: Any) -> Any:
-    """Fills a dict with a default in place: what makes the default cannot be written down."""
+    """Fill a defaultdict in place: its factory cannot be saved."""
     if type(present) is defaultdict and type(value) is dict:
         present.clear()
         present.update(value)

@@ -1,58 +1,67 @@
 """The state of a Trainer of Transformers, as a part of the state of the job.
 
-The stock Trainer keeps its state in checkpoint folders, which are written when no step is under
-way. A job is resumed at any step, with logs half collected and an epoch that has no end yet. So
-this also keeps the losses since the last log, what callbacks remember, whether the end of an epoch
+The stock Trainer keeps its state in checkpoint folders, which are written between two steps. A job
+is resumed at any step, with logs half collected and in the middle of an epoch. So the state here
+also has the losses since the last log, the state of callbacks, whether the end of an epoch
 (evaluation, saving) is still to come, and whether training has stopped.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from resilin.compat import transformers_names
 from resilin.integrations.memory import Memory
+from resilin.integrations.trainer_progress import ReferenceRun
 from resilin.telemetry.extras import load
-from resilin.training.job import Job, current_job
-from resilin.training.readout import read_out
+from resilin.training.bridge.home import Home
+from resilin.training.bridge.readout import read_out
+from resilin.training.state.registry import Registry
 
 _hf: Any = load("transformers", "hf", "resilin.integrations.transformers")
 _callbacks: Any = load("transformers.trainer_callback", "hf", "resilin.integrations.transformers")
 
 _NAME = "trainer"
-"""What the Trainer's own state is called in the state of the job."""
+"""Name of the Trainer's own state in the state of the job."""
 _LOSSES = "trainer/losses"
-"""The same for what each replica has summed since the last log."""
+"""Name of the sums that each replica has made since the last log."""
 TRAINER_PARTS = (_NAME,)
 """Parts that the Trainer's own checkpoint folders have already."""
-_COUNTED = (
-    "_total_loss_scalar",
-    "_globalstep_last_logged",
-    "_initial_global_step",
-    "_step_lr",
-    "_grad_norm",
-)
-"""Attributes of the Trainer that it sets when training begins, and must not lose."""
+_STEP_LR, _GRAD_NORM = "_step_lr", "_grad_norm"
+"""Names of two numbers of the last step, among those that the Trainer counts."""
 
 
 class TrainerPart:
-    """What a Trainer must not forget.
+    """The state of one run of a Trainer.
 
     Args:
         trainer: The Trainer.
+        run: The reference run that it was configured for.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, run: ReferenceRun) -> None:
         self._trainer = trainer
+        self.run = run
+        """The reference run that the Trainer was configured for."""
+        self.resumes = False
+        """Whether the run resumes from the state of the job, and not from a checkpoint folder."""
+        self.end_is_due = False
+        """Whether the steps of an epoch are done, and its evaluation is still to come."""
+        self.step_lr: float | None = None
+        """Learning rate of the last step."""
+        self.grad_norm: Any = None
+        """Gradient norm of the last step."""
         self.epochs_over = 0
         """Epochs that are over, with their evaluation."""
         self.stopped: float | None = None
-        """Reference steps that were to be made when training came to its end; None before that.
+        """Length of the run in reference steps when training ended; None before that.
 
-        Infinity if a callback has stopped it early: it is over however long it was to be."""
+        Infinity if a callback has stopped it early: it does not resume, however long the run is."""
         self._begun = False
         self._restored: Mapping[str, Any] | None = None
         self._losses = _Losses(trainer)
@@ -66,29 +75,34 @@ class TrainerPart:
             if _has_memory(callback)
         }
 
-    def register(self, job: Job) -> None:
-        """Makes it a part of the state of the job."""
-        job.registry.add(_NAME, self)
-        job.registry.add_own(_LOSSES, self._losses)
+    def register(self, registry: Registry) -> None:
+        """Make it a part of the state of the job."""
+        registry.add(_NAME, self)
+        registry.add_own(_LOSSES, self._losses)
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The callbacks of the Trainer."""
+        return list(self._trainer.callback_handler.callbacks)
 
     def forget(self) -> None:
-        """The Trainer goes on from a checkpoint folder of its own, and not from the job's state."""
+        """Drop the state of the job: the Trainer resumes from a checkpoint folder of its own."""
         self._restored, self.stopped = None, None
         self._losses.restored = None
 
     def read_out(self) -> dict[str, float]:
-        """What resilin knows of the last step, also if an earlier process has made it."""
-        if current_job().last_step is not None:
+        """Metrics of the last step, also if an earlier process has made it."""
+        if Home().last_step is not None:
             self._read_out = read_out()
         return self._read_out
 
     # Beginning -----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Called when training begins, before the callbacks of the user."""
+        """Begin training, before the hooks of all other callbacks."""
         self._begun = True
         if self._restored is not None:
-            # What hooks of callbacks do to it was done before the state was kept.
+            # The hooks of callbacks had changed them before the state was kept, and will again.
             groups = self._trainer.optimizer.param_groups
             self._groups = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             # The start was evaluated before the state was kept.
@@ -96,15 +110,16 @@ class TrainerPart:
             self._trainer.args.eval_on_start = False
 
     def put_back(self) -> None:
-        """Called after the hooks with which training begins: what they have reset is put back."""
+        """Restore what the hooks at the start of training have reset. Call it after them."""
         restored, self._restored = self._restored, None
         if restored is None:
             self._losses.restored = None
             return
         trainer = self._trainer
         self._read_out = restored["read_out"]
-        for name, value in restored["counted"].items():
-            setattr(trainer, name, value)
+        counted = dict(restored["counted"])
+        self.step_lr, self.grad_norm = counted.pop(_STEP_LR), counted.pop(_GRAD_NORM)
+        transformers_names.set_counters(trainer, counted)
         self._losses.put_back()
         for name, memory in self._memories.items():
             if name in restored["callbacks"]:
@@ -115,26 +130,37 @@ class TrainerPart:
             self._groups = None
             trainer.args.eval_on_start = self._evaluates
 
+    def end(self) -> None:
+        """Note that training has ended, and whether that was early."""
+        self.put_back()
+        if self.stopped is None or self.stopped < self.run.steps:
+            early = self.run.steps - self.run.done > 1e-6
+            self.stopped = math.inf if early else self.run.steps
+
     # State ---------------------------------------------------------------------------------
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The TrainerState, and what is not in it."""
+        """The TrainerState, and the state that the Trainer keeps elsewhere."""
         if self._restored is not None:
             return self._restored
         trainer = self._trainer
+        counted: dict[str, Any] = {}
+        if self._begun:
+            own = {_STEP_LR: self.step_lr, _GRAD_NORM: self.grad_norm}
+            counted = {**transformers_names.counters(trainer), **own}
         return {
             **dataclasses.asdict(trainer.state),
             "epochs_over": self.epochs_over,
             "stopped": self.stopped,
             "read_out": self.read_out(),
-            "counted": {n: getattr(trainer, n) for n in _COUNTED} if self._begun else {},
+            "counted": counted,
             "callbacks": {name: memory.take() for name, memory in self._memories.items()}
             if self._begun
             else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned.
+        """Load what `state_dict` returned.
 
         Raises:
             ValueError: It does not say whether an epoch has ended.
@@ -151,7 +177,7 @@ class TrainerPart:
 
 
 class _Losses:
-    """What one replica has summed since the last log: its own part of losses and operations."""
+    """Losses and operations that one replica has summed since the last log."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -160,28 +186,28 @@ class _Losses:
     def state_dict(self) -> Mapping[str, Any]:
         if self.restored is not None:
             return self.restored
-        loss = getattr(self._trainer, "_tr_loss", None)
+        loss = transformers_names.summed_loss(self._trainer)
         return {
             "loss": torch.zeros(()) if loss is None else loss.detach(),
             "operations": float(self._trainer.current_flos),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """None if the number of replicas has changed: the next log is of the steps since."""
+        """Load a state; None if the number of replicas has changed."""
         self.restored = state
 
     def put_back(self) -> None:
         state, self.restored = self.restored, None
         trainer = self._trainer
         if state is None:
-            trainer._globalstep_last_logged = trainer.state.global_step
+            transformers_names.restart_log(trainer)
         else:
-            trainer._tr_loss = state["loss"].to(trainer.args.device)
-            trainer.current_flos = state["operations"]
+            loss = state["loss"].to(trainer.args.device)
+            transformers_names.set_sums(trainer, loss, state["operations"])
 
 
 class _Exported:
-    """The memory of a callback that says itself what its state is."""
+    """The memory of a callback that exports its state itself."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
@@ -201,6 +227,6 @@ def _memory(callback: Any, kept: frozenset[int]) -> _Exported | Memory:
 
 
 def _has_memory(callback: Any) -> bool:
-    """Whether a callback has a memory; those of Transformers know themselves how they begin."""
+    """Whether the state of a callback is kept; callbacks of Transformers reset themselves."""
     own = type(callback).__module__.partition(".")[0] not in ("transformers", "resilin")
     return own or isinstance(callback, _callbacks.ExportableState)

@@ -1,5 +1,5 @@
-"""The lab: what became of a run, and what would become of another one.
+"""The lab: reports of runs, replays of traces, and comparisons of scaling rules.
 
-Reports and plots are made from events alone; replays and comparisons start scripts as processes of
-their own. Nothing here holds a tensor, and nothing loads torch by itself.
+Reports and plots are made from events alone; replays and comparisons start scripts in separate
+processes. Nothing here holds a tensor, and nothing imports torch.
 """

@@ -1,13 +1,13 @@
-"""Follows a capacity trace with real processes: machines that come and go, all on this one.
+"""Follow a capacity trace with real processes: emulated machines that join and leave.
 
-A machine is an agent of `resilin run` with one worker, in a session of its own and with memory of
-its own. When the trace takes one away it gets SIGTERM, as from a cloud that wants it back; the job
-saves, and goes on without it. When none is left, the state waits in the checkpoints. What the job
-does to its batch size at another number of replicas is up to the script, as on a real cluster.
+A machine is an agent of `resilin run` with one worker, in its own session and with its own memory
+directory. When the trace removes it, it gets SIGTERM, as from a cloud that reclaims it; the job
+saves its state and continues without it. When none is left, the state stays in the checkpoints. The
+script decides how the batch size depends on the number of replicas, as on a real cluster.
 
-The clock of the trace begins to run with the first step. Starting a machine, and missing one, takes
-seconds of real time however much the time of the trace is compressed: a trace whose changes follow
-each other faster than that is followed, but the job gets nothing done in between.
+The clock of the trace starts with the first step. Starting a machine, and noticing a lost one, take
+seconds of real time however much the trace is compressed: a trace that changes faster than that is
+followed, but the job makes no progress in between.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from resilin.lab.replay import check_taken_up
 from resilin.telemetry.read import last_event
 
 POLL = 0.1
-"""Seconds between two looks at the trace and at the machines."""
+"""Seconds between two checks of the trace and of the machines."""
 FAREWELL = 15.0
-"""Seconds for the other machines to end by themselves when one has: finished, or failed."""
+"""Seconds that the other machines get to exit after one has finished or failed."""
 STORE_TIMEOUT = 60.0
-"""Seconds for the meeting point to be there."""
+"""Seconds for the rendezvous store to start."""
 
 
 @dataclass(slots=True)
 class Machine:
-    """One agent."""
+    """An emulated machine: one agent."""
 
     number: int
-    """Which of the machines that there can be; it keeps log and memory apart."""
+    """Its number, which separates its log and memory from those of others."""
     process: subprocess.Popen[bytes]
     """The agent."""
     memory: Path
-    """What stands for the memory of the machine."""
+    """Directory that stands for the memory of the machine."""
     told_to_stop: bool = False
-    """Whether the trace has taken it away; it may still be saving."""
+    """Whether the trace has removed it; it may still be saving."""
 
 
 class Machines:
-    """The machines of one job, and the store at which they meet.
+    """The machines of one job, and their rendezvous store.
 
     Args:
-        run_dir: Where checkpoints, events and logs go.
-        command: Makes the command line of an agent from the options of `resilin run`.
+        run_dir: Directory for checkpoints, events and logs.
+        command: Builds the command line of an agent from the options of `resilin run`.
         env: Environment of the agents.
-        most: Most machines that the job is to have.
+        most: Largest number of machines of the job.
     """
 
     def __init__(
@@ -95,15 +95,15 @@ class Machines:
             told += more
             if match := re.search(rb"port (\d+)\n", told):
                 return int(match[1])
-        raise OSError(f"no meeting point on this machine: {told.decode(errors='replace')!r}")
+        raise OSError(f"the rendezvous store did not start: {told.decode(errors='replace')!r}")
 
     @property
     def num_running(self) -> int:
-        """Machines that the job may count on."""
+        """Number of machines that run and were not asked to stop."""
         return sum(not machine.told_to_stop for machine in self._machines)
 
     def follow(self, wanted: int) -> None:
-        """Starts or stops machines so that there are this many; the youngest go first."""
+        """Start or stop machines until there are this many; the latest are stopped first."""
         for _ in range(wanted - self.num_running):
             self._start()
         here = [machine for machine in self._machines if not machine.told_to_stop]
@@ -120,7 +120,7 @@ class Machines:
         options += ["--checkpoint-dir", str((self._run_dir / "checkpoints").absolute())]
         options += ["--memory-dir", str(memory)]
         env = dict(self._env)
-        # Each machine has accelerators of its own. Two processes cannot share one under NCCL.
+        # Each machine has its own accelerators: two processes cannot share one under NCCL.
         devices = [device for device in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
         if devices:
             env["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
@@ -129,10 +129,10 @@ class Machines:
         self._machines.append(Machine(number, process, memory))
 
     def finished(self) -> int | None:
-        """The exit code of the job if it is over; else None.
+        """The exit code of the job if it is over, else None.
 
-        It is done when an agent ends with 0. An agent that fails may only have come too late to a
-        job that is done, so the others are waited for.
+        The job has finished when an agent exits with 0. An agent may fail only because it was too
+        late for a finished job, so the others are waited for.
         """
         for machine in [m for m in self._machines if m.process.poll() is not None]:
             self._machines.remove(machine)
@@ -148,22 +148,22 @@ class Machines:
 
     @property
     def is_failing(self) -> bool:
-        """Whether a machine ended by itself, and it is not known yet what became of the job."""
+        """Whether a machine exited unasked, and the outcome of the job is not known yet."""
         return self._over is not None
 
     def close(self, *, gently: bool = False) -> None:
-        """Ends whatever is left, and reaps it.
+        """Stop the remaining processes, and reap them.
 
         Args:
-            gently: Whether the job is done, and the agents will end by themselves.
+            gently: Whether the job has finished, so that the agents will exit unasked.
         """
         processes = [machine.process for machine in self._machines]
         try:
             deadline = time.monotonic() + (FAREWELL if gently else 0)
             while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
                 time.sleep(POLL)
-            # What is done has nothing to save. An agent may still wait for another one that the
-            # trace took away at the very end, and hear no signal meanwhile.
+            # A finished job has nothing to save. An agent may still wait for another one that the
+            # trace removed at the very end, and handles no signal while it waits.
             launch.end(processes, launch.SCRIPT_GRACE if gently else launch.AGENT_GRACE)
         finally:
             launch.end([self._store], launch.SCRIPT_GRACE)
@@ -175,7 +175,7 @@ class Machines:
 
 
 def log_of(run_dir: Path, number: int) -> Path:
-    """Where a machine and its script write what they print."""
+    """Log file with the output of a machine and its script."""
     return run_dir / f"machine-{number}.log"
 
 
@@ -195,26 +195,26 @@ def replay_capacity(
     seed: int | None = None,
     say: Callable[[str], None] = _quiet,
 ) -> int:
-    """Runs a script on machines that come and go as a capacity trace says.
+    """Run a script on emulated machines that join and leave according to a capacity trace.
 
     Args:
-        trace: How many machines there are over time; one worker each.
-        script: A script that trains with resilin. Its state is kept in `run_dir/checkpoints`.
-        arguments: What the script is given.
-        run_dir: An empty directory for events, checkpoints, and a log of each machine.
-        speed: Seconds of the trace that pass in one second.
-        max_replicas: Map the counts onto at most this many, as `CapacityTrace.scaled` does.
-        rule: Scaling rule in place of the script's: a name, or `package.module:attribute`.
-        seed: Seed of the order of samples, where the script gives none, and of the generators.
-        say: Is told of each change, in words.
+        trace: Number of machines over time, with one worker each.
+        script: A script that trains with resilin. Its state is saved in `run_dir/checkpoints`.
+        arguments: Arguments of the script.
+        run_dir: An empty directory for events, checkpoints and a log of each machine.
+        speed: Seconds of the trace per real second.
+        max_replicas: Scale the counts to at most this many, as `CapacityTrace.scaled` does.
+        rule: Scaling rule, overriding the script's: a name, or `package.module:attribute`.
+        seed: Seed of the order of samples, unless the script sets one, and of random generators.
+        say: Called with a description of each change.
 
     Returns:
-        The exit code of the job: 0 when the script is done.
+        The exit code of the job: 0 when the script has finished.
 
     Raises:
         ValueError: There is no such script or rule.
-        TraceError: The trace is over, or leaves no machine for good, before the script is done.
-        NotTakenUp: The script ended well, but did not train with resilin.
+        TraceError: The trace ends, or removes all machines for good, before the script finishes.
+        NotTakenUp: The script succeeded, but did not train with resilin.
     """
     script = launch.check_script(script)
     if rule is not None:
@@ -223,7 +223,7 @@ def replay_capacity(
     if max_replicas is not None:
         trace = trace.scaled(max_replicas)
     _check_hope(trace, 0.0)
-    env = launch.surroundings(run_dir, rule=rule, seed=seed)
+    env = launch.environment_of(run_dir, rule=rule, seed=seed)
     env.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -253,10 +253,10 @@ def replay_capacity(
 
 
 def _check_hope(trace: CapacityTrace, now: float) -> None:
-    """Raises an error if there will never be a machine again."""
+    """Raise an error if there will never be a machine again."""
     is_over = trace.end == "hold" and now >= trace.duration and not trace.replicas[-1]
     if is_over or not any(trace.replicas):
         raise TraceError(
-            f"there are no replicas from {now:.0f} s of the trace on, and its end is "
-            f"{trace.end!r}: the script can never be done"
+            f"the trace has no replicas from {now:.0f} s on, and its end is {trace.end!r}: the "
+            "script can never finish"
         )

@@ -1,8 +1,8 @@
-"""Compares scaling rules under traces: the same script, many times, and a table of what came out.
+"""Compare scaling rules under traces: run the same script many times, and tabulate the results.
 
-Every rule is run on every trace with every seed, beside reference runs that no trace disturbs. A
-row of the table is the mean over the seeds, and how far it is from the reference: paired by seed,
-so that what a seed does to both of them cancels out.
+Every rule is run on every trace with every seed, against reference runs that follow no trace. A row
+of the table is the mean over the seeds and its difference from the reference, paired by seed, so
+that effects of a seed on both of them cancel out.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What came out of a grid."""
+    """The results of a grid."""
 
     metric: str
-    """What was compared."""
+    """Name of the compared metric."""
     rows: tuple[Row, ...]
     """The reference, and each rule on each trace that has a result."""
     failures: tuple[Failure, ...] = ()
     """Runs without a result."""
     warnings: tuple[str, ...] = ()
-    """What makes the rows less than they seem."""
+    """Reasons to distrust the rows."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON: one entry per row."""
+        """Plain values for JSON, with one entry per row."""
         rows = []
         for row in self.rows:
             plain = asdict(row)
@@ -101,11 +101,11 @@ class Comparison:
 
 
 def in_words(interval: Interval, sign: str = "-") -> str:
-    """A mean and its interval, with as many digits as the interval gives reason for.
+    """A mean and its interval as text, with as many digits as the interval justifies.
 
     Args:
-        interval: What to write.
-        sign: `+` writes the sign of positive numbers, too.
+        interval: The interval.
+        sign: `+` also writes the sign of positive numbers.
     """
     mean, half = interval.mean, interval.half
     if not math.isfinite(mean):
@@ -113,7 +113,7 @@ def in_words(interval: Interval, sign: str = "-") -> str:
     if not math.isfinite(half):
         return f"{mean:{sign}.4g}"
     digits = 4 if half == 0 else min(8, max(0, 1 - math.floor(math.log10(half))))
-    mean = round(mean, digits) + 0.0  # no minus before a zero
+    mean = round(mean, digits) + 0.0  # turns -0.0 into 0.0
     return f"{mean:{sign}.{digits}f} +- {half:.{digits}f}"
 
 
@@ -125,28 +125,28 @@ def compare(
     again: bool = False,
     say: Callable[[str], None] = lambda message: None,
 ) -> Comparison:
-    """Runs what has no result yet, and makes the table of all of it.
+    """Run the cells that have no result yet, and tabulate all results.
 
     Args:
-        grid: What to run, and where.
-        metric: What to compare, by the name it is recorded with; None if there is only one.
-            `loss` is, where it is recorded in steps alone, the mean of the last tenth of them.
-        jobs: How many runs at a time, with one thread each.
-        again: Whether to remove the results that are there.
-        say: Is told of each run that ended.
+        grid: The runs and their directory.
+        metric: Name of the recorded metric to compare; None if there is only one. If `loss` is
+            recorded only in steps, its value is the mean over the last tenth of them.
+        jobs: Number of parallel runs, with one thread each.
+        again: Whether to remove existing results first.
+        say: Called with a description of each run that ended.
 
     Returns:
-        The table, also written as `table.md` and `table.json`. Failed runs are part of it.
+        The table, also written as `table.md` and `table.json`. It includes failed runs.
 
     Raises:
-        ValueError: The directory holds something else, or the metric is not clear.
+        ValueError: The directory holds something else, or the metric is ambiguous.
     """
     with grid.held(again=again):
         waiting = [cell for cell in grid.cells() if not (grid.out / cell.place / RESULT).exists()]
         there = len(grid.cells()) - len(waiting)
         if there:
-            say(f"{there} of {len(grid.cells())} runs are done already")
-            # A metric that is not there shows now, not after the last run.
+            say(f"{there} of {len(grid.cells())} runs already have a result")
+            # A missing metric must be reported now, not after the last run.
             choose_metric(_read(grid, set(grid.cells()) - set(waiting)), metric)
 
         known = there > 0
@@ -158,7 +158,7 @@ def compare(
             try:
                 choose_metric([result], metric)
             except UnclearMetric as error:
-                if known:  # other runs have it, so it is this one's fault alone
+                if known:  # other runs have it, so only this run has failed
                     raise ValueError(str(error)) from None
                 write_json(directory / RESULT, result.to_dict())
                 raise
@@ -178,10 +178,10 @@ def _read(grid: Grid, cells: set[Cell]) -> list[Result]:
 
 
 def tabulate(grid: Grid, metric: str | None, failures: Sequence[Failure] = ()) -> Comparison:
-    """Makes the table of the results that are there.
+    """Tabulate the existing results.
 
     Raises:
-        ValueError: There is none, or the metric is not clear.
+        ValueError: There are no results, or the metric is ambiguous.
     """
     failed = {failure.cell for failure in failures}
     by_row: dict[tuple[str, str], dict[int, Result]] = {}
@@ -202,8 +202,8 @@ def tabulate(grid: Grid, metric: str | None, failures: Sequence[Failure] = ()) -
         if len(results) > 1 and len({_identity(result) for result in results.values()}) == 1:
             where = f"{rule} on {trace}" if trace else rule
             warnings.append(
-                f"{where}: all {len(results)} seeds gave the very same run, so the script fixes "
-                "its own seed, and the intervals say nothing; let it take --seed {seed}"
+                f"{where}: all {len(results)} seeds gave identical runs, so the script sets its "
+                "own seed and the intervals are meaningless; let it take --seed {seed}"
             )
         both = [seed for seed in results if seed in reference]
         difference = paired_interval(
@@ -230,7 +230,7 @@ def tabulate(grid: Grid, metric: str | None, failures: Sequence[Failure] = ()) -
 
 
 def _identity(result: Result) -> str:
-    """All of a result but how long it took."""
+    """A result without its duration."""
     return json.dumps({**result.to_dict(), "seconds": None}, sort_keys=True)
 
 

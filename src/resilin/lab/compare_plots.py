@@ -1,7 +1,7 @@
-"""The picture of a comparison: one column per trace, results above and the way to them below.
+"""The figure of a comparison: one column per trace, final results above and curves below.
 
-The way is drawn over samples, which every rule counts alike. Progress is not: a rule that measures
-no noise counts each step as the least that it can be worth.
+Curves are drawn over samples, which all rules count in the same way. Progress is not comparable: a
+rule that measures no noise counts each step at its smallest possible worth.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NUM_GRID = 60
 
 
 def draw(comparison: Comparison, unit: str | None = None) -> Figure:
-    """Draws a comparison.
+    """Draw a comparison.
 
     Args:
-        comparison: What came out.
+        comparison: The results.
         unit: Unit of the metric, if it has one.
     """
     label = f"{comparison.metric} ({unit or 'as recorded'})"
@@ -79,7 +79,7 @@ def _results(
         range(len(rows)), names, rotation=30 if crowded else 0, ha="right" if crowded else "center"
     )
     ax.grid(axis="x", visible=False)
-    # The interval of a rule that went astray is cut off: what it says is that nothing is known.
+    # The interval of a rule that diverged is cut off at the edge: it carries no information.
     ends = [] if reference is None else [reference.value.mean]
     values = np.array([*ends, *(value for row in rows for value in row.values)], dtype=float)
     values = values[np.isfinite(values)]
@@ -109,10 +109,9 @@ def _way(ax: Axes, row: Row, colour: str, **kwargs: Any) -> None:
 def mean_curve(
     curves: Sequence[Curve],
 ) -> tuple[Array, Array, Array]:
-    """Samples, mean and half-width of the interval, where all the curves are known.
+    """Samples, mean and half-width of the interval, where all curves are defined.
 
-    Between two recorded values a curve is taken to be straight. Values that are no numbers make
-    the mean none.
+    Curves are interpolated linearly between recorded values. A NaN in any curve makes the mean NaN.
     """
     known = [curve for curve in curves if curve[0]]
     if not known:
@@ -132,7 +131,7 @@ def mean_curve(
 
 
 def _limit(ax: Axes, rows: Sequence[Row]) -> None:
-    """Keeps one run that went astray from making all others a flat line."""
+    """Limit the y axis, so that one diverged run does not flatten all others."""
     values = np.array([v for row in rows for curve in row.curves for v in curve[1]], dtype=float)
     values = values[np.isfinite(values)]
     if len(values) < 8:

@@ -1,4 +1,4 @@
-"""Numbers over a run, made small enough to draw: thinned without losing a spike, or averaged."""
+"""Curves reduced to a drawable size: decimated without losing spikes, or averaged."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 POINTS = 2000
-"""About as many points as a curve may have: more than a page has pixels for."""
+"""Approximate largest number of points of a curve: more than the pixels of a page."""
 BINS = 160
-"""Averages along a curve that is noisy."""
+"""Number of averages along a noisy curve."""
 LARGEST = 1e30
-"""Beyond this an axis loses its arithmetic."""
+"""Largest value that an axis can handle."""
 _UNITS = ((2 * 86400.0, 86400.0, "d"), (2 * 3600.0, 3600.0, "h"), (180.0, 60.0, "min"))
 
 
 @dataclass(frozen=True, slots=True)
 class TimeUnit:
-    """What a time axis is written in."""
+    """Unit of a time axis."""
 
     seconds: float
-    """How long one is."""
+    """Its length in seconds."""
     name: str
     """Its symbol."""
 
 
 def time_unit(longest: float) -> TimeUnit:
-    """The unit that suits a time axis of this many seconds."""
+    """The unit for a time axis of this many seconds."""
     for least, seconds, name in _UNITS:
         if longest >= least:
             return TimeUnit(seconds, name)
@@ -37,21 +37,21 @@ def time_unit(longest: float) -> TimeUnit:
 
 
 def drawable(values: Array) -> Array:
-    """The values, with NaN for what no axis can show."""
+    """The values, with NaN for those that no axis can show."""
     with np.errstate(invalid="ignore"):
         return np.where(np.abs(values) < LARGEST, values, np.nan)
 
 
 def decimate(x: Array, y: Array, points: int = POINTS) -> tuple[Array, Array]:
-    """A curve with about that many points, in which each peak and each dip is still there.
+    """A curve with about `points` points that keeps every peak and every dip.
 
-    Neighbours form groups, of which the smallest and the largest value stay. Gaps (NaN) stay gaps
-    while there are few of them. Points without an x are left out.
+    Neighbours form groups, of which the smallest and the largest value are kept. Gaps (NaN) stay
+    gaps as long as there are few of them. Points without an x are left out.
 
     Args:
-        x: Where, in any order that is worth drawing.
+        x: Positions, in the order in which they are drawn.
         y: The values.
-        points: About how many to keep.
+        points: Approximate number of points to keep.
     """
     known = np.isfinite(drawable(x))
     x, y = x[known], drawable(y[known])
@@ -77,7 +77,7 @@ def decimate(x: Array, y: Array, points: int = POINTS) -> tuple[Array, Array]:
 
 
 def is_noisy(y: Array, bins: int = BINS) -> bool:
-    """Whether there are so many points that an average says more."""
+    """Whether there are so many points that an average is more informative."""
     return int(np.isfinite(y).sum()) > 3 * bins
 
 
@@ -89,14 +89,14 @@ def averaged(
     ends: Array | None = None,
     bins: int = BINS,
 ) -> tuple[Array, Array]:
-    """The mean of a curve in intervals of one length, where these have a point.
+    """The mean of a curve in each non-empty interval of equal length.
 
     Args:
-        x: Where.
+        x: Positions.
         y: The values.
-        weights: What each value counts; None counts them alike.
-        ends: Where the curve is interrupted, if nothing follows at once.
-        bins: How many intervals.
+        weights: Weights of the values; None weighs them equally.
+        ends: Positions at which the curve is interrupted, unless another point follows directly.
+        bins: Number of intervals.
     """
     weights = np.ones(len(y)) if weights is None else weights
     x, y = drawable(x), drawable(y)
@@ -114,7 +114,7 @@ def averaged(
         mean = np.bincount(place, weights * y, minlength=bins) / total
     centres = (edges[:-1] + edges[1:]) / 2
     filled = np.isfinite(mean)
-    # Steps may be rarer than intervals: an empty one is no gap unless it follows an end.
+    # Steps may be rarer than intervals: an empty interval is a gap only after an end.
     last = np.searchsorted(edges, drawable(np.empty(0) if ends is None else ends), side="right")
     filled[last[(last > 0) & (last < bins)]] = True
     return centres[filled], mean[filled]

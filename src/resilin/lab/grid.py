@@ -1,9 +1,8 @@
-"""The runs of a comparison: rule by trace by seed, each a process with a directory of its own.
+"""The runs of a comparison: rules by traces by seeds, each a process with its own directory.
 
-A run that is done leaves `result.json`, written at once or not at all, and is not run again. So a
-comparison that was interrupted goes on where it was, and one that gets more seeds, rules or traces
-adds only those. What the results depend on is written down beside them; a directory in which
-something of it has changed is refused.
+A completed run leaves `result.json`, written atomically, and is not run again. So an interrupted
+comparison resumes where it stopped, and one with more seeds, rules or traces adds only those. The
+inputs of the results are recorded beside them; a directory whose inputs have changed is rejected.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from resilin.lab.results import UnclearMetric
 REFERENCE = "reference"
 """Name of the runs without a trace, at the script's own batch size and rule."""
 RESULT = "result.json"
-"""What a run that is done leaves in its directory."""
+"""File that a completed run leaves in its directory."""
 LOG = "log.txt"
-"""What a run has printed."""
+"""Output of a run."""
 BASIS = "compare.json"
-"""What the results of a directory depend on."""
+"""File with the inputs of the results in a directory."""
 POLL = 0.05
-"""Seconds between two looks at the running processes."""
+"""Seconds between two checks of the running processes."""
 LOG_END = 12
-"""Lines of its log that a failed run is reported with."""
+"""Number of log lines in the report of a failed run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +62,35 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A run that gave no result."""
+    """A run without a result."""
 
     cell: Cell
-    """Which one."""
+    """The run."""
     reason: str
-    """Why."""
+    """The reason."""
     log: str
-    """The end of what it printed."""
+    """The last lines of its output."""
 
 
 def directory_name(rule: str) -> str:
-    """The name of a rule as that of a directory."""
+    """Directory name of a rule."""
     return re.sub(r"[^\w.-]", "-", rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """What is compared."""
+    """The inputs of a comparison."""
 
     script: Path
     """The script that is run in every cell."""
     arguments: tuple[str, ...] = ()
-    """What it is given; `{seed}` stands for the seed."""
+    """Arguments of the script; `{seed}` is replaced by the seed."""
     rules: tuple[str, ...]
     """Scaling rules: names, or `package.module:attribute`."""
     traces: Mapping[str, BatchTrace]
     """The traces by name."""
     num_seeds: int
-    """Each rule and trace is run with the seeds from 0 up to this."""
+    """Number of seeds: each rule and trace is run with seeds 0 to `num_seeds - 1`."""
     out: Path
     """Directory of the comparison."""
 
@@ -106,17 +105,17 @@ class Grid:
             seen: set[str] = set()
             for name in names:
                 if name in seen:
-                    raise ValueError(f"{what} {name!r} is there twice")
+                    raise ValueError(f"{what} {name!r} is given twice")
                 seen.add(name)
         for name in self.traces:
             if name == REFERENCE or not re.fullmatch(r"\w[\w.-]*", name):
                 raise ValueError(
-                    f"trace {name!r} names a directory: it must be made of letters, digits, and "
+                    f"trace {name!r} names a directory: it may contain only letters, digits, and "
                     f". - _ and must not be {REFERENCE!r}"
                 )
 
     def cells(self) -> list[Cell]:
-        """All runs, seed by seed: what is interrupted is a whole comparison of fewer seeds."""
+        """All runs, seed by seed, so that an interrupted grid is a comparison of fewer seeds."""
         cells = []
         for seed in range(self.num_seeds):
             cells.append(Cell(None, None, seed))
@@ -124,7 +123,7 @@ class Grid:
         return cells
 
     def basis(self) -> dict[str, Any]:
-        """What the results depend on, as plain values."""
+        """The inputs that the results depend on, as plain values."""
         return {
             "script": self.script.name,
             "content of the script": _digest(self.script.read_bytes()),
@@ -137,20 +136,20 @@ class Grid:
         }
 
     def _rule_digest(self, rule: str) -> str:
-        """The content of the module of a rule, if that is beside the script."""
+        """Digest of the module of a rule, if it is in the directory of the script."""
         module, colon, _ = rule.partition(":")
         path = self.script.parent / (module.replace(".", "/") + ".py")
         return _digest(path.read_bytes()) if colon and path.is_file() else ""
 
     @contextmanager
     def held(self, *, again: bool = False) -> Iterator[None]:
-        """Holds the directory for this comparison.
+        """Lock the directory for this comparison.
 
         Args:
-            again: Whether to remove the results of the comparison that is there.
+            again: Whether to remove the results of an earlier comparison.
 
         Raises:
-            ValueError: Another process works in it, or it holds something else.
+            ValueError: Another process uses the directory, or it holds something else.
         """
         self.out.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.out, os.O_RDONLY)
@@ -158,7 +157,7 @@ class Grid:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ValueError(f"another comparison works in {str(self.out)!r}") from None
+                raise ValueError(f"another comparison is using {str(self.out)!r}") from None
             self._claim(again)
             yield
         finally:
@@ -174,30 +173,32 @@ class Grid:
             elif differences := _differences(before, basis):
                 raise ValueError(
                     f"{str(self.out)!r} holds the results of another comparison: "
-                    f"{'; '.join(differences)}. --again runs all of it anew, --out chooses "
+                    f"{'; '.join(differences)}. --again starts over, --out chooses "
                     "another directory"
                 )
             else:
                 for kind in ("traces", "rules"):
                     basis[kind] = before[kind] | basis[kind]
         elif any(self.out.iterdir()):
-            raise ValueError(f"{str(self.out)!r} is not empty, and no comparison: choose another")
+            raise ValueError(
+                f"{str(self.out)!r} is not empty and holds no comparison: choose another directory"
+            )
         write_json(path, basis)
 
     def start(self, cell: Cell) -> subprocess.Popen[bytes]:
-        """Starts one run, in an empty directory."""
+        """Start one run, in an empty directory."""
         directory = self.out / cell.place
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         trace = None if cell.trace is None else self.traces[cell.trace]
-        env = launch.surroundings(
+        env = launch.environment_of(
             directory,
             trace=None if trace is None else write_trace(trace, directory),
             end="hold" if trace is None else trace.end,
             rule=cell.rule,
             seed=cell.seed,
         )
-        env["OMP_NUM_THREADS"] = "1"  # runs share the machine, and give the same on any machine
+        env["OMP_NUM_THREADS"] = "1"  # runs share the machine; results do not depend on its cores
         arguments = [argument.replace("{seed}", str(cell.seed)) for argument in self.arguments]
         with (directory / LOG).open("wb") as output:
             return launch.begin(launch.command(self.script, arguments, seeded=True), env, output)
@@ -211,15 +212,15 @@ def run_cells(
     jobs: int,
     say: Callable[[str], None],
 ) -> list[Failure]:
-    """Runs cells, several at a time. Whatever ends this ends what still runs.
+    """Run cells, several at a time. Running processes are stopped if this function is left early.
 
     Args:
-        grid: What they are part of.
-        cells: What is to be run.
-        finish: Writes down the result of a run that ended well. A `ValueError` is its failure; an
-            `UnclearMetric` is that of all of them, and goes on.
-        jobs: How many run at a time.
-        say: Is told of each that ended.
+        grid: The grid of the cells.
+        cells: The cells to run.
+        finish: Records the result of a successful run. A `ValueError` marks this run as failed; an
+            `UnclearMetric` concerns all runs, and is propagated.
+        jobs: Number of parallel runs.
+        say: Called with a description of each run that ended.
     """
     _validate.whole("jobs", jobs, at_least=1)
     waiting = list(reversed(cells))
@@ -247,7 +248,7 @@ def run_cells(
 
 
 def _reason(grid: Grid, cell: Cell, code: int, finish: Callable[[Cell, Path], None]) -> str | None:
-    """Why a run that has ended gave no result; None if it did."""
+    """The reason why a run has no result; None if it has one."""
     if code:
         return f"failed with exit code {code}"
     try:
@@ -266,7 +267,7 @@ def log_end(path: Path) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a file that is there as a whole or not at all."""
+    """Write a file atomically."""
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     hidden.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     hidden.replace(path)
@@ -277,7 +278,7 @@ def _digest(content: bytes) -> str:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What has changed, in words. Traces and rules may come and go, but not change."""
+    """Descriptions of changed inputs. Traces and rules may be added or removed, but not change."""
     changed = [
         f"{what} was {before[what]!r} and is {now[what]!r}"
         for what in ("script", "arguments")

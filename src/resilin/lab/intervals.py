@@ -1,8 +1,8 @@
-"""How sure a mean over a few runs is: Student's t, for one sample and for paired samples.
+"""Confidence intervals of a mean over a few runs: Student's t, for single and paired samples.
 
-A comparison has a handful of seeds, so the normal distribution would be too sure of itself. The
-interval assumes that runs with different seeds are independent and about normal; with three or
-five of them it cannot tell whether they are.
+A comparison has a handful of seeds, so the normal distribution would be overconfident. The interval
+assumes that runs with different seeds are independent and approximately normal; with three or five
+of them this cannot be checked.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from resilin.core import _validate
 
 LEVEL = 0.95
-"""How often an interval holds the true mean, if its assumptions do."""
+"""Probability that an interval contains the true mean, if its assumptions hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean, and how far from it the true one may be."""
+    """A mean with its confidence interval."""
 
     mean: float
     """The mean of the sample; NaN if there is none."""
     half: float
-    """Half the width of the confidence interval; NaN if one value, or none, says nothing of it."""
+    """Half the width of the confidence interval; NaN for fewer than two values."""
     num: int
     """Values in the sample."""
 
@@ -35,7 +35,7 @@ def mean_interval(values: Sequence[float], level: float = LEVEL) -> Interval:
 
     Args:
         values: Independent values, such as one per seed.
-        level: How often the interval is to hold the true mean.
+        level: Probability with which the interval contains the true mean.
     """
     num = len(values)
     if num == 0:
@@ -54,13 +54,15 @@ def paired_interval(
 ) -> Interval:
     """The mean of the differences `value - other`, with its confidence interval.
 
-    What both of a pair share, such as a seed that makes a run easy, cancels out.
+    Effects that both of a pair share, such as an easy seed, cancel out.
 
     Raises:
-        ValueError: There are not as many of the ones as of the others.
+        ValueError: The two sequences have different lengths.
     """
     if len(values) != len(others):
-        raise ValueError(f"pairs need as many values ({len(values)}) as others ({len(others)})")
+        raise ValueError(
+            f"pairs need equally many values ({len(values)}) and others ({len(others)})"
+        )
     differences = [value - other for value, other in zip(values, others, strict=True)]
     return mean_interval(differences, level)
 
@@ -70,7 +72,7 @@ def t_quantile(probability: float, degrees: int) -> float:
 
     Args:
         probability: Between 0 and 1.
-        degrees: Degrees of freedom, a whole number. The work grows with it.
+        degrees: Degrees of freedom, an integer. The cost grows with it.
     """
     _validate.real("probability", probability, above=0)
     _validate.whole("degrees", degrees, at_least=1)
@@ -78,7 +80,7 @@ def t_quantile(probability: float, degrees: int) -> float:
         raise ValueError(f"probability ({probability}) must be below 1")
     if probability < 0.5:
         return -t_quantile(1 - probability, degrees)
-    # In the angle atan(t / sqrt(degrees)) the whole range is finite, and halving always ends.
+    # In the angle atan(t / sqrt(degrees)) the whole range is finite, so bisection always ends.
     low, high = 0.0, math.pi / 2
     while low < (middle := (low + high) / 2) < high:
         if (1 + _within(middle, degrees)) / 2 < probability:
@@ -89,7 +91,7 @@ def t_quantile(probability: float, degrees: int) -> float:
 
 
 def _within(angle: float, degrees: int) -> float:
-    """Probability of `|t| < sqrt(degrees) * tan(angle)`: a finite sum for whole degrees."""
+    """Probability of `|t| < sqrt(degrees) * tan(angle)`: a finite sum for integer degrees."""
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = degrees % 2
     term = cosine if odd else 1.0

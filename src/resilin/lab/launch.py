@@ -1,6 +1,6 @@
-"""How the lab starts a script, steers it, and ends it.
+"""Start, control and stop the scripts of the lab.
 
-A script is steered through the environment alone, so nothing in it has to know of the lab. Run as
+A script is controlled through environment variables only, so it needs no code for the lab. Run as
 `python -m resilin.lab.launch script.py arguments`, this module seeds the generators of Python,
 numpy and torch with `RESILIN_SEED`, and then runs the script as `python script.py arguments` would.
 """
@@ -35,20 +35,20 @@ OWN = (
     environment.RUN_DIR,
     environment.SEED,
 )
-"""Variables that the lab sets for a run, or takes out of its surroundings."""
+"""Environment variables that the lab sets for a run, or removes from its environment."""
 AGENT_GRACE = 45.0
-"""Seconds for an agent that is told to stop: its workers have 30 of them to save."""
+"""Seconds for an agent to stop: its workers get 30 of them to save."""
 SCRIPT_GRACE = 10.0
-"""Seconds for a script that is told to stop."""
+"""Seconds for a script to stop."""
 
 
 def check_rule(rule: str) -> str:
-    """Returns the rule if it can be one: a name, or `package.module:attribute`.
+    """Return the rule if it is valid: a name, or `package.module:attribute`.
 
-    What is to be imported is left to the process of the script, which has its path.
+    The import itself is left to the process of the script, which has the right path.
 
     Raises:
-        ValueError: There is no such name, or the rule of this name needs parameters.
+        ValueError: The name is unknown, or the rule of this name needs parameters.
     """
     module, colon, attribute = rule.partition(":")
     if not colon:
@@ -59,7 +59,7 @@ def check_rule(rule: str) -> str:
 
 
 def check_script(script: str | os.PathLike[str]) -> Path:
-    """Returns the script as a path.
+    """Return the script as a path.
 
     Raises:
         ValueError: There is no such file.
@@ -81,9 +81,9 @@ def command(
 
     Args:
         script: The script.
-        arguments: What it is given.
-        seeded: Whether generators are seeded before it begins.
-        run_options: Options of `resilin run`, if it is to be started by that.
+        arguments: Its arguments.
+        seeded: Whether generators are seeded before it starts.
+        run_options: Options of `resilin run`, if the script is started by it.
     """
     start = [sys.executable]
     if run_options is not None:
@@ -93,7 +93,7 @@ def command(
     return [*start, os.fspath(script), *arguments]
 
 
-def surroundings(
+def environment_of(
     run_dir: Path,
     *,
     trace: Path | None = None,
@@ -101,14 +101,14 @@ def surroundings(
     rule: str | None = None,
     seed: int | None = None,
 ) -> dict[str, str]:
-    """The environment of a run, which steers the training in it.
+    """The environment of a run, which controls its training.
 
     Args:
-        run_dir: Where events go, and checkpoints if the script keeps any.
+        run_dir: Directory for events, and for checkpoints if the script makes any.
         trace: File with a batch-size trace to follow.
-        end: What follows after the trace.
-        rule: Scaling rule in place of the script's.
-        seed: Seed of the order of samples, where the script gives none, and of generators.
+        end: Behaviour after the end of the trace.
+        rule: Scaling rule, overriding the script's.
+        seed: Seed of the order of samples, unless the script sets one, and of generators.
     """
     env = {name: value for name, value in os.environ.items() if name not in OWN}
     env[environment.RUN_DIR] = str(run_dir.absolute())
@@ -124,12 +124,12 @@ def surroundings(
 
 
 def begin(line: Sequence[str], env: dict[str, str], output: Any = None) -> subprocess.Popen[bytes]:
-    """Starts a process that is ended by us alone: signals of the terminal do not reach it.
+    """Start a process that signals of the terminal do not reach: only the caller stops it.
 
     Args:
         line: Its command line.
         env: Its environment.
-        output: A file for what it prints; None leaves it our own.
+        output: A file for its output; None inherits ours.
     """
     return subprocess.Popen(
         line,
@@ -142,11 +142,11 @@ def begin(line: Sequence[str], env: dict[str, str], output: Any = None) -> subpr
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]], grace: float) -> None:
-    """Tells processes to stop, kills what has not ended in time, and reaps all of them.
+    """Ask processes to stop, kill those that have not ended in time, and reap all of them.
 
     Args:
         processes: Processes of `begin`; some may have ended already.
-        grace: Seconds that they have. A second Ctrl-C cuts them short.
+        grace: Seconds that they get. A second Ctrl-C cuts this short.
     """
     try:
         for process in processes:
@@ -159,24 +159,24 @@ def end(processes: Sequence[subprocess.Popen[bytes]], grace: float) -> None:
     finally:
         for process in processes:
             if process.poll() is None:
-                # The whole group, as a script may have workers of its own.
+                # The whole group, as a script may have its own workers.
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def exit_code(process: subprocess.Popen[bytes]) -> int:
-    """The exit code as a shell gives it: 128 and the number of the signal that ended it."""
+    """The exit code as a shell reports it: 128 + N if signal N ended the process."""
     code = process.returncode
     return 128 - code if code < 0 else code
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Makes SIGTERM leave this block as Ctrl-C does, so that what was started in it is ended."""
+    """Make SIGTERM leave this block like Ctrl-C, so that processes started in it are stopped."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        signal.signal(number, signal.SIG_IGN)  # what is left to do must not be cut off
+        signal.signal(number, signal.SIG_IGN)  # the cleanup must not be interrupted
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -203,7 +203,7 @@ def main() -> None:
     del sys.argv[0]
     script = sys.argv[0]
     if not getattr(sys.flags, "safe_path", False):
-        # Where `python script.py` looks for modules first. It was the working directory.
+        # `python script.py` looks for modules there first; this entry was the working directory.
         sys.path[0] = str(Path(script).resolve().parent)
     if seed := os.environ.get(environment.SEED):
         seed_generators(int(seed))

@@ -1,8 +1,8 @@
-"""Panels: which quantities of a run are drawn, each with its unit.
+"""Panels: the quantities of a run that are drawn, each with its unit.
 
-A panel is one quantity. One run is drawn with all the curves of a panel; of several runs, the first
-curve each. Curves over time are interrupted where nothing was trained. Those over progress leave
-out what was done again later.
+A panel is one quantity. A single run is drawn with all curves of a panel, several runs with the
+first curve each. Curves over time are interrupted while nothing was trained. Curves over progress
+leave out steps that were repeated later.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from resilin.lab.summary import whole_batches
 from resilin.telemetry.run import Run
 
 MOST_METRICS = 6
-"""Metrics that get a panel; the summary has all."""
+"""Largest number of metrics with a panel; the summary lists all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Curve:
     """One quantity of a run."""
 
     label: str
-    """Its name, where a panel has several."""
+    """Its name, if a panel has several curves."""
     x: Array
     """Unix time, or reference steps."""
     y: Array
@@ -34,35 +34,35 @@ class Curve:
     stairs: bool = False
     """Whether it holds its value until the next point."""
     noisy: bool = False
-    """Whether an average says more than the points, where there are many."""
+    """Whether to draw an average in place of the points, if there are many."""
     weights: Array | None = None
-    """What points count in that average."""
+    """Weights of the points in that average."""
     ends: Array | None = None
-    """Where it is interrupted."""
+    """Positions at which it is interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture, of one run or several."""
+    """One chart, of one run or several."""
 
     name: str
-    """What a file with it is called."""
+    """Its file name, without the suffix."""
     title: str
-    """What it shows."""
+    """Its title."""
     unit: str
     """Label of its y axis."""
     curves: Callable[[Run], list[Curve]]
-    """What it shows of a run; the first one is shown of several runs."""
+    """Curves of a run; if there are several runs, only the first curve is shown."""
     floor: float | None = None
-    """Where its y axis begins, if it begins at the same value always."""
+    """Fixed lower end of its y axis, if there is one."""
     whole: bool = False
-    """Whether values are whole numbers."""
+    """Whether values are integers."""
     by_time: bool = True
-    """Whether its x axis is time, else progress."""
+    """Whether its x axis is time; otherwise it is progress."""
 
 
 def origin(run: Run) -> float:
-    """When the run began, as Unix time."""
+    """Start of the run, as Unix time."""
     times = [run.steps.time[:1], run.steps.time[-1:]]
     times += [np.array([start.time for start in run.starts[:1]])]
     known = np.concatenate(times)
@@ -71,7 +71,7 @@ def origin(run: Run) -> float:
 
 
 def time_panels(runs: Sequence[Run]) -> list[Panel]:
-    """The panels over time that have something to show for these runs."""
+    """The panels over time that have data in these runs."""
     panels = [
         Panel("batch-size", "Global batch", "batch size (samples)", _batch),
         Panel("replicas", "Replicas", "replicas (number)", _replicas, floor=0, whole=True),
@@ -90,7 +90,7 @@ def time_panels(runs: Sequence[Run]) -> list[Panel]:
 
 
 def progress_panels(runs: Sequence[Run]) -> list[Panel]:
-    """The panels over progress: loss and metrics, where runs at any batch size compare."""
+    """The panels over progress: loss and metrics, comparable at any batch size."""
     panels = [
         Panel("loss-by-progress", "Loss over progress", "loss (as recorded)", _loss_by_progress)
     ]
@@ -103,7 +103,7 @@ def progress_panels(runs: Sequence[Run]) -> list[Panel]:
         )
         for number, (name, make) in enumerate(_metrics(runs, by_time=False))
     ]
-    # Which steps were made again is worked out once for each panel and run.
+    # Repeated steps are determined once per panel and run.
     panels = [replace(panel, curves=_remembered(panel.curves, runs)) for panel in panels]
     return [replace(panel, by_time=False) for panel in panels if _shows(panel, runs)]
 
@@ -123,7 +123,7 @@ def _shows(panel: Panel, runs: Sequence[Run]) -> bool:
     )
 
 
-# What a run has ----------------------------------------------------------------------------------
+# Curves of a run ---------------------------------------------------------------------------------
 
 
 def _batch(run: Run) -> list[Curve]:

@@ -1,7 +1,7 @@
-"""Pictures of runs: everything over time on one page, and what was learned over progress.
+"""Figures of runs: all quantities over time, and loss and metrics over progress.
 
-Several runs share the panels, with one colour each, and time counts from the start of each. Where
-replicas changed or something failed, a thin line goes through all panels over time.
+Several runs share the panels, with one colour each, and time counts from the start of each. A thin
+line through all panels over time marks each rescale and each fault.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from resilin.telemetry.run import Run
 from resilin.telemetry.wording import amount
 
 MOST_MARKS = 300
-"""Marks that are drawn of one kind in one run: more would be a wall."""
+"""Largest number of marks of one kind in one run: more would be unreadable."""
 
 
 def draw(panels: Sequence[Panel], runs: Sequence[Run], *, columns: int = 2) -> Figure:
     """One figure with these panels, all over time or all over progress.
 
     Args:
-        panels: What to draw.
-        runs: Of which runs.
-        columns: Panels next to each other.
+        panels: The panels to draw.
+        runs: The runs to draw.
+        columns: Number of panels side by side.
     """
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
@@ -45,7 +45,7 @@ def draw(panels: Sequence[Panel], runs: Sequence[Run], *, columns: int = 2) -> F
         ax.remove()
     by_time = all(panel.by_time for panel in panels)
     label = f"time since the start ({unit.name})" if by_time else "progress (reference steps)"
-    # The lowest axes of each column have the label of all.
+    # The lowest axes of each column carry the label for all.
     for ax in axes[max(0, len(panels) - columns) : len(panels)]:
         style.describe(ax, x=label)
         ax.tick_params(labelbottom=True)
@@ -65,7 +65,7 @@ def _draw_panel(ax: Axes, panel: Panel, runs: Sequence[Run], unit: TimeUnit) -> 
         for index, curve in enumerate(curves if len(runs) == 1 else curves[:1]):
             if panel.by_time:
                 curve = _since(curve, origin(run), unit)
-            # Of one run, what comes second steps back.
+            # For a single run, further curves are less prominent.
             colour = style.colour(7 if index else number)
             line = _draw_curve(ax, curve, colour, "--" if index else style.dashes(number))
             if line is not None:
@@ -111,7 +111,7 @@ def _mark(ax: Axes, run: Run, unit: TimeUnit, colour: str | None) -> None:
     ):
         times = np.array([mark.time for mark in marks], dtype=np.float64)
         times = np.unique(times[np.isfinite(times)])
-        # An even choice, where there are more than anybody could tell apart.
+        # An even selection, if there are too many to distinguish.
         times = times[:: -(-len(times) // MOST_MARKS) or 1]
         ax.vlines(
             (times - began) / unit.seconds,

@@ -1,9 +1,9 @@
-"""Replays a trace on a script: what would a cluster that breathes like this do to my model?
+"""Replay a trace on a script, to see the effect of a changing cluster on a model.
 
-A batch-size trace is followed on whatever there is, by accumulation: the gradient of a step is the
-one that a cluster of that size would have computed, to rounding. A capacity trace becomes such a
-trace, given what each replica holds and how long a step takes; or it is followed for real, with
-processes that come and go: `resilin.lab.capacity`.
+A batch-size trace is followed on the available hardware, by accumulation: the gradient of a step is
+the one that a cluster of that size would have computed, up to rounding. A capacity trace is turned
+into such a trace, given the samples per replica and the duration of a step; or it is followed by
+real processes that join and leave: `resilin.lab.capacity`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TRACE = "trace.csv"
 
 
 class NotTakenUp(ValueError):
-    """The script ended well, but did not train as it was told to."""
+    """The script succeeded, but did not follow the trace."""
 
 
 def read_trace(
@@ -41,13 +41,13 @@ def read_trace(
     """Reads a trace of either kind from a file.
 
     Raises:
-        TraceError: It is not a trace; names the line.
+        TraceError: The file is not a trace; the message names the line.
         OSError: The file cannot be read.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise TraceError(f"{path}: not a text: {error}") from None
+        raise TraceError(f"{path}: not a text file: {error}") from None
     return parse_trace(text, source=os.fspath(path), end=end, restarts=restarts)
 
 
@@ -59,14 +59,14 @@ def as_batches(
     max_replicas: int | None = None,
     name: str = "the trace",
 ) -> BatchTrace:
-    """The batch sizes that a trace of either kind stands for.
+    """The batch sizes of a trace of either kind.
 
     Args:
-        trace: A batch-size trace is returned as it is; the other arguments do not concern it.
-        local_bsz: Samples of each replica in one step.
-        step_seconds: Seconds of the trace that one step takes.
-        max_replicas: Map the counts onto at most this many replicas first.
-        name: What errors call the trace.
+        trace: A batch-size trace is returned unchanged; the other arguments are ignored for it.
+        local_bsz: Samples per replica and step.
+        step_seconds: Duration of a step in seconds of the trace.
+        max_replicas: First scale the counts to at most this many replicas.
+        name: Name of the trace in errors.
 
     Raises:
         ValueError: A capacity trace without the two values that it needs.
@@ -75,22 +75,22 @@ def as_batches(
         return trace
     if local_bsz is None or step_seconds is None:
         raise ValueError(
-            f"{name} tells of replicas over time: batch sizes follow from local_bsz ({local_bsz}), "
-            f"the samples of each replica in a step, and step_seconds ({step_seconds}), the time "
-            "that a step takes"
+            f"{name} has replicas over time: turning them into batch sizes needs local_bsz "
+            f"({local_bsz}), the samples per replica and step, and step_seconds ({step_seconds}), "
+            "the duration of a step"
         )
     return trace.batches(local_bsz, step_seconds=step_seconds, max_replicas=max_replicas)
 
 
 def new_run_dir(path: str | os.PathLike[str] | None = None, kind: str = "replay") -> Path:
-    """Makes the directory of a run.
+    """Create the directory of a run.
 
     Args:
-        path: Where; None finds a new name in `resilin-runs`, from the kind and the time.
-        kind: What the name of such a directory begins with.
+        path: The directory; None chooses a new name in `resilin-runs`, from the kind and the time.
+        kind: Prefix of such a name.
 
     Raises:
-        ValueError: There is something in it already: runs do not share a directory.
+        ValueError: The directory is not empty: runs do not share a directory.
     """
     if path is not None:
         made = Path(path)
@@ -112,7 +112,7 @@ def new_run_dir(path: str | os.PathLike[str] | None = None, kind: str = "replay"
 
 
 def write_trace(trace: BatchTrace, run_dir: Path) -> Path:
-    """Writes the trace that a run follows into its directory, and returns the file."""
+    """Write the trace of a run to its directory, and return the file."""
     path = run_dir / TRACE
     path.write_text(trace.format(), encoding="utf-8")
     return path
@@ -128,36 +128,36 @@ def replay_batches(
     rule: str | None = None,
     seed: int | None = None,
 ) -> int:
-    """Runs a script whose training follows a batch-size trace, whatever it asks for itself.
+    """Run a script whose training follows a batch-size trace, whatever size the script asks for.
 
-    The sizes need not divide anything. Micro-batches stay what the script allows at most, and what
-    is beyond is accumulated. The trace is in steps of the optimizer, so a script trains for as
-    long as it would without: by its own epochs.
+    The sizes need not divide anything. Micro-batches are at most as large as the script allows; the
+    rest is accumulated. The trace is in optimizer steps, and the length of the training still
+    follows from the epochs of the script.
 
     Args:
         trace: The batch sizes.
         script: A script that trains with an `AdaptiveDataLoader` and an `AdaptiveDataParallel`.
-        arguments: What the script is given.
+        arguments: Arguments of the script.
         run_dir: An empty directory for events, checkpoints and the trace itself.
-        replicas: Processes that `resilin run` starts on this machine; None runs the plain script.
-        rule: Scaling rule in place of the script's: a name, or `package.module:attribute`.
-        seed: Seed of the order of samples, where the script gives none, and of the generators.
+        replicas: Workers that `resilin run` starts on this machine; None runs the plain script.
+        rule: Scaling rule, overriding the script's: a name, or `package.module:attribute`.
+        seed: Seed of the order of samples, unless the script sets one, and of random generators.
 
     Returns:
         The exit code of the script.
 
     Raises:
         ValueError: There is no such script or rule.
-        NotTakenUp: The script ended well, but no training in it followed the trace.
+        NotTakenUp: The script succeeded, but no training in it followed the trace.
     """
     script = launch.check_script(script)
     if rule is not None:
         launch.check_rule(rule)
     options: list[str] | None = None
     if replicas is not None:
-        # A replay that fails is to be looked at, and not to be begun again behind its trace.
+        # A failed replay should be examined, not restarted in the middle of its trace.
         options = ["--nproc", str(replicas), "--max-restarts", "0", "--memory-dir", "off"]
-    env = launch.surroundings(
+    env = launch.environment_of(
         run_dir, trace=write_trace(trace, run_dir), end=trace.end, rule=rule, seed=seed
     )
     line = launch.command(script, arguments, seeded=seed is not None, run_options=options)
@@ -173,14 +173,14 @@ def replay_batches(
 
 
 def check_taken_up(run_dir: Path, *, traced: bool) -> None:
-    """Looks whether a run that ended well did what it was to do.
+    """Check whether a successful run trained as intended.
 
     Args:
         run_dir: Its directory.
-        traced: Whether a batch-size trace was to be followed.
+        traced: Whether it had to follow a batch-size trace.
 
     Raises:
-        NotTakenUp: No training was told of, or none that followed the trace.
+        NotTakenUp: No training was reported, or none that followed the trace.
     """
     try:
         starts = [event for event in read_events(run_dir) if isinstance(event, StartEvent)]
@@ -190,11 +190,11 @@ def check_taken_up(run_dir: Path, *, traced: bool) -> None:
         starts = []
     if not starts:
         raise NotTakenUp(
-            "the script did not take up the trace: it ended without a step of a model in "
+            "the script did not follow the trace: it ended without a step of a model in "
             "AdaptiveDataParallel on batches of an AdaptiveDataLoader"
         )
     if traced and not all(start.replays for start in starts):
         raise NotTakenUp(
-            "the script did not take up the trace: it trained, but not on the batches of an "
+            "the script did not follow the trace: it trained, but not on the batches of an "
             "AdaptiveDataLoader, which follows the trace"
         )

@@ -1,7 +1,7 @@
-"""One page about one run or several, that a person can send: a single HTML file.
+"""A report about one or several runs: a single HTML file.
 
-Everything is in the file: style, pictures (as SVG) and tables. It loads nothing, runs no script
-and follows the reader's choice of a light or dark screen. What others wrote is escaped.
+The file is self-contained: style, charts (as SVG) and tables. It loads nothing, runs no script and
+follows the reader's choice of a light or dark screen. Text from elsewhere is escaped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from resilin.telemetry.run import Run
 from resilin.telemetry.wording import describe, span
 
 MOST_EVENTS = 400
-"""Rows of the table of events, for each run."""
+"""Largest number of rows in the table of events of a run."""
 
 _PAGE_CSS = """
 :root{--paper:#ffffff;--card:#f6f8fa;color-scheme:light dark}
@@ -53,12 +53,12 @@ def write_report(
     *,
     png: str | os.PathLike[str] | None = None,
 ) -> list[Path]:
-    """Writes a report.
+    """Write a report.
 
     Args:
-        runs: What it is about.
+        runs: The runs.
         out: The HTML file; None writes none.
-        png: A directory for the pictures as PNG files, made if it is missing; None writes none.
+        png: A directory for the charts as PNG files, created if missing; None writes none.
 
     Returns:
         The files that were written.
@@ -71,9 +71,9 @@ def write_report(
         raise ValueError("a report needs at least one run")
     if not any(len(run.steps) for run in runs):
         names = ", ".join(run.name for run in runs)
-        raise ValueError(f"{names}: no step has been told of yet, so there is nothing to draw")
+        raise ValueError(f"{names}: no step has been reported yet, so there is nothing to draw")
     if out is not None and not Path(out).parent.is_dir():
-        # Said before the pictures are drawn, which takes a while.
+        # Checked before the charts are drawn, which takes a while.
         raise FileNotFoundError(f"there is no directory {Path(out).parent} to write {out} to")
     over_time, over_progress = time_panels(runs), progress_panels(runs)
     written: list[Path] = []
@@ -96,7 +96,7 @@ def page(runs: Sequence[Run], over_time: Sequence[Panel], over_progress: Sequenc
     """The HTML of a report.
 
     Args:
-        runs: What it is about.
+        runs: The runs.
         over_time: Panels with a time axis.
         over_progress: Panels over reference steps.
     """
@@ -121,8 +121,8 @@ def page(runs: Sequence[Run], over_time: Sequence[Panel], over_progress: Sequenc
     if over_progress:
         parts += [
             "<h2>Over progress</h2>",
-            '<p class="soft">Progress counts reference steps: what a step was worth, whatever its '
-            "batch size. Steps that were made again count as they were made last.</p>",
+            '<p class="soft">Progress counts reference steps, whatever the batch size of a step. '
+            "Of repeated steps, the last execution counts.</p>",
             f"<figure>{style.svg(draw(over_progress, runs), 'progress')}</figure>",
         ]
     for run in runs:
@@ -157,7 +157,7 @@ def _key(number: int) -> str:
 
 
 def notable(run: Run) -> list[Event]:
-    """What the table of events has: what changed, and what went wrong; in order of time."""
+    """The events of the table: changes and faults, in order of time."""
     found: list[Event] = [*run.rescales, *run.faults]
     found += [checkpoint for checkpoint in run.checkpoints if checkpoint.action == "failed"]
     found += [choice for choice in run.decisions if choice.batch_size != choice.batch_size_before]
@@ -181,13 +181,13 @@ def _event_table(run: Run) -> str:
     more = f'<p class="soft">{left:,} more are in the event log.</p>' if left else ""
     return (
         '<div class="scroll"><table><thead><tr><th>time since the start</th><th>step</th>'
-        "<th>generation</th><th>event</th><th>what happened</th></tr></thead>"
+        "<th>generation</th><th>event</th><th>description</th></tr></thead>"
         f"<tbody>{rows}</tbody></table></div>{more}"
     )
 
 
 def _most_telling(events: Sequence[Event]) -> Sequence[Event]:
-    """At most so many that a page stays readable: decisions go first, then the oldest."""
+    """At most `MOST_EVENTS` events: decisions are dropped first, then the oldest events."""
     if len(events) <= MOST_EVENTS:
         return events
     rank = {FaultEvent: 0, CheckpointEvent: 0, RescaleEvent: 1, DecisionEvent: 2}
@@ -203,5 +203,5 @@ def _damage(run: Run) -> str:
     first = escape(clean(str(run.damage[0])))
     return (
         f'<p class="note">{len(run.damage):,} lines of the event log of {escape(clean(run.name))} '
-        f"could not be read and are left out. The first: {first}</p>"
+        f"could not be read and were skipped. The first: {first}</p>"
     )

@@ -1,7 +1,8 @@
-"""What a run came to, from its events: the last value of each metric, and how it went there.
+"""The result of a run, from its events: the last value and the curve of each metric.
 
-A metric is what a script records between steps, as after an evaluation: `resilin.record(...)`. The
-last value counts, not the best one, which would be a choice made with the test data.
+A metric is recorded by the script between steps, for example after an evaluation, with
+`resilin.record(...)`. The last value counts, not the best one, which would be a choice made with
+the test data.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from resilin.telemetry.read import read_events
 LOSS = "loss"
 """The metric that is also recorded within steps."""
 LAST_PART = 0.1
-"""Part of the told steps, the last ones, over which the loss of a run is averaged."""
+"""Fraction of the reported steps, at the end, over which the loss of a run is averaged."""
 MOST_POINTS = 100
-"""Points of a curve that is kept; each is the mean of as many recorded ones as it takes."""
+"""Largest number of points of a stored curve; each is the mean of several recorded values."""
 
 
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
@@ -30,19 +31,19 @@ Curve = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class UnclearMetric(ValueError):
-    """What is to be compared was not recorded, or is one of several."""
+    """The metric to compare was not recorded, or there are several to choose from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What one run came to."""
+    """The result of one run."""
 
     metrics: Mapping[str, float]
     """The last value of each metric that was recorded between steps."""
     step_loss: float | None
     """Mean loss of the last steps, if it was recorded in them."""
     curves: Mapping[str, Curve]
-    """How each metric went along the run."""
+    """The curve of each metric along the run."""
     steps: int
     """Optimizer steps."""
     samples: int
@@ -50,10 +51,10 @@ class Result:
     progress: float
     """Reference steps of progress."""
     seconds: float
-    """From the first event to the last."""
+    """Seconds from the first event to the last."""
 
     def value(self, metric: str) -> float:
-        """What it came to in one metric.
+        """The result in one metric.
 
         Raises:
             UnclearMetric: The run did not record it.
@@ -68,7 +69,7 @@ class Result:
         )
 
     def names(self) -> list[str]:
-        """The metrics that it has a value of."""
+        """Names of the metrics that have a value."""
         return sorted(self.metrics) or ([] if self.step_loss is None else [LOSS])
 
     @classmethod
@@ -104,13 +105,13 @@ class Result:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values; what is not a number is None."""
+        """Plain values for JSON; NaN becomes None."""
         plain: dict[str, Any] = without_nan(asdict(self))
         return plain
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Result:
-        """What `to_dict` returned."""
+        """The inverse of `to_dict`."""
         restored = dict(plain)
         restored["metrics"] = {name: _number(v) for name, v in plain["metrics"].items()}
         restored["curves"] = {
@@ -122,7 +123,7 @@ class Result:
 
 def _thinned(points: Sequence[tuple[float, float]]) -> Curve:
     blocks = np.array_split(np.array(points, dtype=np.float64), min(len(points), MOST_POINTS))
-    # The end of a block is exact; its values are noisy, and averaged.
+    # The end position of a block is exact; its values are noisy and therefore averaged.
     return (
         tuple(float(block[-1, 0]) for block in blocks),
         tuple(float(np.mean(block[:, 1])) for block in blocks),
@@ -134,7 +135,7 @@ def _number(value: float | None) -> float:
 
 
 def without_nan(value: Any) -> Any:
-    """Plain values, with None for each number that JSON does not have."""
+    """Plain values, with None for each number that JSON cannot represent."""
     if isinstance(value, Mapping):
         return {name: without_nan(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -146,7 +147,7 @@ def choose_metric(results: Sequence[Result], wanted: str | None) -> str:
     """The metric to compare: the wanted one, or the only one there is.
 
     Raises:
-        UnclearMetric: It was not recorded, or there are several to choose from.
+        UnclearMetric: The metric was not recorded, or there are several to choose from.
     """
     if wanted is not None:
         for result in results:

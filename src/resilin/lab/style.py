@@ -1,9 +1,9 @@
-"""How every picture of the lab looks, and how it is written.
+"""Style and output of all figures of the lab.
 
-Colours are those of Okabe and Ito, which stay apart for people who see colours differently.
-Figures are made by `figure()` and never through pyplot, so that drawing leaves no global state
-behind. In an SVG the colours become CSS variables: a page that sets `CSS` shows the same picture
-on a light and on a dark background, with text that can be selected.
+The colours are those of Okabe and Ito, which colour-blind readers can distinguish. Figures are made
+by `figure()` and never through pyplot, so drawing changes no global state. In an SVG the colours
+become CSS variables: a page that includes `CSS` shows the same figure on light and dark
+backgrounds, with selectable text.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#a87a00", "#3f9fd8", "#7
 INK = "#24292f"
 """Text and axes."""
 SOFT = "#6e7781"
-"""What may step back: notes, marks that are no fault."""
+"""Less prominent elements: notes, and marks other than faults."""
 GRID = "#e4e8ec"
-"""Lines behind the data."""
+"""Grid lines."""
 ALARM = "#c8102e"
 """Faults."""
 
@@ -71,7 +71,7 @@ _RC: Any = {
     "legend.frameon": False,
     "legend.labelcolor": INK,
     "lines.linewidth": 1.5,
-    # Text stays text: small, sharp, and to be found.
+    # Text stays text: small, sharp and searchable.
     "svg.fonttype": "none",
     "text.color": INK,
     "xtick.color": SOFT,
@@ -87,12 +87,12 @@ def colour(number: int) -> str:
 
 
 def dashes(number: int) -> Any:
-    """The line style of the curve with this number: tells apart those with the same colour."""
+    """The line style of the curve with this number, which separates curves of the same colour."""
     return ("-", "--", ":", "-.")[number // len(PALETTE) % 4]
 
 
 def figure(width: float, height: float) -> Figure:
-    """An empty figure that keeps its parts from overlapping.
+    """An empty figure with a layout that prevents overlaps.
 
     Args:
         width: Inches.
@@ -104,13 +104,13 @@ def figure(width: float, height: float) -> Figure:
 
 
 def panels(figure: Figure, rows: int, columns: int = 1, **kwargs: Any) -> list[Axes]:
-    """Adds dressed axes to a figure, row by row.
+    """Add styled axes to a figure, row by row.
 
     Args:
-        figure: Where.
-        rows: How many rows of axes.
-        columns: How many in each row.
-        **kwargs: Anything else that `Figure.subplots` takes, such as `sharex`.
+        figure: The figure.
+        rows: Number of rows of axes.
+        columns: Number of axes in each row.
+        **kwargs: Other arguments of `Figure.subplots`, such as `sharex`.
     """
     with mpl.rc_context(_RC):
         axes: list[Axes] = list(figure.subplots(rows, columns, squeeze=False, **kwargs).flat)
@@ -122,7 +122,7 @@ def panels(figure: Figure, rows: int, columns: int = 1, **kwargs: Any) -> list[A
 
 
 def describe(ax: Axes, *, title: str = "", x: str = "", y: str = "") -> None:
-    """Gives axes their title and labels. A label says its unit: `goodput (samples/s)`."""
+    """Set the title and the labels of axes. A label includes its unit: `goodput (samples/s)`."""
     with mpl.rc_context(_RC):
         if title:
             ax.set_title(title)
@@ -133,7 +133,7 @@ def describe(ax: Axes, *, title: str = "", x: str = "", y: str = "") -> None:
 
 
 def legend(ax: Axes, handles: list[Any] | None = None, **kwargs: Any) -> None:
-    """Puts a legend to the right of the data, or where `kwargs` say."""
+    """Put a legend to the right of the data, or as `kwargs` specify."""
     place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.02), "borderaxespad": 0.3, **kwargs}
     with mpl.rc_context(_RC):
         if handles is not None:
@@ -148,7 +148,7 @@ def heading(figure: Figure, handles: list[Any]) -> None:
 
 
 def plain(text: str, width: int = 36) -> str:
-    """A name as a label: on one line, not too long, and never taken for a formula."""
+    """A name as a label: on one line, not too long, and never parsed as a formula."""
     text = clean(text)
     text = text if len(text) <= width else f"{text[: width - 3]}..."
     # matplotlib leaves labels with a leading underscore out of legends.
@@ -156,18 +156,18 @@ def plain(text: str, width: int = 36) -> str:
 
 
 def save_png(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 144) -> None:
-    """Writes a picture on white ground; the same figure gives the same bytes."""
+    """Write a figure on a white background; the same figure gives the same bytes."""
     _save(
         figure, path, "png", format="png", dpi=dpi, facecolor="white", metadata={"Software": None}
     )
 
 
 def svg(figure: Figure, name: str) -> str:
-    """An `<svg>` element to be put into a page with `CSS`; it refers to nothing outside of it.
+    """An `<svg>` element for a page with `CSS`; it refers to nothing outside of that page.
 
     Args:
-        figure: The picture.
-        name: Sets what the element defines apart from what other pictures of the page define.
+        figure: The figure.
+        name: Unique name on the page, which keeps the ids of the element unique.
     """
     text = io.StringIO()
     _save(figure, text, name, format="svg", transparent=True, metadata={"Date": None})
@@ -186,10 +186,10 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def _save(figure: Figure, where: Any, salt: str, **kwargs: Any) -> None:
-    # What an SVG defines is named by its content and the salt: the same again, and only there.
+    # Ids in an SVG are derived from its content and the salt: reproducible, and unique on the page.
     rc: Any = {**_RC, "svg.hashsalt": f"resilin {salt}"}
     with mpl.rc_context(rc), warnings.catch_warnings():
-        # Names in any script are fine in a page; only the PNG shows boxes for what DejaVu lacks.
+        # Any script is fine in a page; only a PNG shows boxes for glyphs that DejaVu lacks.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(where, **kwargs)
 

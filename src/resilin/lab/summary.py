@@ -1,4 +1,4 @@
-"""`Summary`: a run in a few numbers, as a table shows them and `--json` prints them."""
+"""`Summary`: a run in a few numbers, for a table or for `--json`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from resilin.telemetry.run import Run
 from resilin.telemetry.wording import amount, extent, span
 
 TAIL = 50
-"""The loss at the end is the mean of the last one in this many of the steps that were told of."""
+"""The final loss is the mean over the last 1/`TAIL` of the reported steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What became of one run. What is not known is None."""
+    """The numbers of one run; None if unknown.
+
+    Many attributes: one per row of the report.
+    """
 
     name: str
     """Last part of its directory."""
     script: str = ""
-    """What was started."""
+    """The script."""
     rule: str = ""
     """The scaling rule."""
     optimizer: str = ""
@@ -32,27 +35,27 @@ class Summary:
     software: str = ""
     """Versions of resilin, torch and Python."""
     replays: str = ""
-    """The batch-size trace that was replayed, if one was."""
+    """The batch-size trace that was replayed, if any."""
     reference: int | None = None
     """The reference batch."""
     seconds: float
-    """From the first event to the last, with all pauses."""
+    """Seconds from the first event to the last, including all pauses."""
     steps: int
     """Optimizer steps."""
     samples: int
     """Samples used."""
     progress: float
-    """Reference steps done, by accumulated gain."""
+    """Completed reference steps, by accumulated gain."""
     steps_done: float
-    """Reference steps done, by the clock that the rule measures the run by."""
+    """Completed reference steps, by the clock in which the rule measures the run."""
     total_steps: float | None = None
     """Length of the run in reference steps."""
     generations: int
     """Periods with a fixed set of replicas."""
     replicas: tuple[int, int] | None = None
-    """Fewest and most."""
+    """Smallest and largest number of replicas."""
     batch_size: tuple[int, int] | None = None
-    """Smallest and largest; the remainder of an epoch does not count."""
+    """Smallest and largest batch size, without remainders of epochs."""
     goodput: float | None = None
     """Reference samples per second over the whole time, pauses included."""
     throughput: float | None = None
@@ -60,28 +63,28 @@ class Summary:
     paused_seconds: float
     """Time without steps between generations."""
     repeated_steps: int
-    """Steps that were made again, since a generation went on from an older state."""
+    """Steps that were repeated, because a generation resumed from an older state."""
     rescales: int
-    """How often the set of replicas changed, or began again."""
+    """Number of times that the set of replicas changed or was restarted."""
     faults: int
-    """What went wrong."""
+    """Number of faults."""
     checkpoints_saved: int
     """Checkpoints that were written."""
     checkpoints_failed: int
     """Checkpoints that could not be written or read."""
     loss: float | None = None
-    """Loss at the end: the mean over the last 2% of the steps that were told of."""
+    """Final loss: the mean over the last 2% of the reported steps."""
     metrics: dict[str, float | None] = field(default_factory=dict)
     """The last value of each metric."""
     damaged_lines: int = 0
     """Lines of the log that could not be read."""
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Plain values for JSON."""
         return asdict(self)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Names and values, in words."""
+        """Names and values as text."""
         total = "" if self.total_steps is None else f" of {amount(self.total_steps)}"
         failed = f", {self.checkpoints_failed:,} failed" if self.checkpoints_failed else ""
         rows = [
@@ -89,7 +92,7 @@ class Summary:
             ("rule", ", ".join(filter(None, (self.rule, self.optimizer))) or "-"),
             *([("replayed trace", self.replays)] if self.replays else []),
             ("duration", span(self.seconds)),
-            ("done (reference steps)", amount(self.steps_done) + total),
+            ("completed (reference steps)", amount(self.steps_done) + total),
             ("progress (reference steps)", amount(self.progress)),
             ("optimizer steps", f"{self.steps:,}"),
             ("samples", amount(self.samples)),
@@ -100,10 +103,10 @@ class Summary:
             ("mean goodput (reference samples/s)", amount(self.goodput)),
             ("mean throughput (samples/s)", amount(self.throughput)),
             ("time without steps", span(self.paused_seconds)),
-            ("steps made again", f"{self.repeated_steps:,}"),
+            ("repeated steps", f"{self.repeated_steps:,}"),
             ("faults", f"{self.faults:,}"),
             ("checkpoints", f"{self.checkpoints_saved:,} saved{failed}"),
-            ("loss at the end", amount(self.loss)),
+            ("final loss", amount(self.loss)),
         ]
         rows += [(f"last {name}", amount(value)) for name, value in self.metrics.items()]
         return rows
@@ -115,7 +118,7 @@ def summarise(run: Run) -> Summary:
     made, samples, progress = (
         _last(column) for column in (steps.step, steps.samples, steps.progress)
     )
-    # What was done before the first step that this log tells of is not this run's work.
+    # Progress before the first reported step does not belong to this run.
     learned = progress - (_first(steps.progress) - _first(steps.gain))
     used = samples - (_first(steps.samples) - _first(steps.batch_size))
     reference = run.reference or None
@@ -160,10 +163,10 @@ def summarise(run: Run) -> Summary:
 
 
 def whole_batches(run: Run) -> npt.NDArray[np.bool_]:
-    """Which steps had the batch size that was chosen, and not what an epoch had left.
+    """Mask of the steps with the chosen batch size, without remainders of epochs.
 
-    A remainder shows by its scale, which counts the reference steps that it began. One that is a
-    whole number of reference batches looks like any other batch.
+    A remainder is recognised by its scale, which counts started reference steps. A remainder that
+    is a whole number of reference batches cannot be distinguished from other batches.
     """
     steps, reference = run.steps, float(run.reference or math.nan)
     with np.errstate(all="ignore"):
@@ -178,7 +181,7 @@ def _paused(run: Run) -> float:
     total = 0.0
     for last in np.flatnonzero(np.diff(steps.generation) != 0):
         known = told.get(int(steps.generation[last + 1]))
-        # Steps are told of now and then, so the job's own word goes before the gap that shows.
+        # Not every step is reported, so the duration from the event is preferred to the gap.
         gap = float(steps.time[last + 1] - steps.time[last])
         pause = gap if known is None else known
         total += pause if math.isfinite(pause) and pause > 0 else 0.0

@@ -1,6 +1,6 @@
-"""Draws traces: a step function each, with the moments at which there was nothing.
+"""Plots of traces: one step function each, with periods without replicas marked.
 
-Batch sizes are over optimizer steps and replicas over time, in the unit that suits its length.
+Batch sizes are drawn over optimizer steps, and replicas over time in a suitable unit.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from resilin.lab import style
 from resilin.lab.trace_summary import summarise
 
 _UNITS = ((2 * 86400, 86400, "days"), (2 * 3600, 3600, "hours"), (2 * 60, 60, "minutes"))
-"""From which duration on, the seconds of a unit, and its name."""
+"""Shortest duration in seconds for which a unit is used, its seconds, and its name."""
 _WIDTH = 9.0
 _PANEL = 2.3
-"""Inches of the picture's width, and of the height of one panel."""
+"""Width of the figure and height of one panel, in inches."""
 
 
 def draw(traces: Mapping[str, BatchTrace | CapacityTrace]) -> Figure:
     """One panel below the other, a trace in each.
 
     Args:
-        traces: The traces by what their panels are to be called, such as the names of files.
+        traces: The traces by title of their panels, such as file names.
     """
     figure = style.figure(_WIDTH, _PANEL * len(traces) + 0.5)
     axes = style.panels(figure, len(traces))
@@ -64,7 +64,7 @@ def _draw_capacity(ax: Axes, trace: CapacityTrace) -> None:
         ((size, name) for least, size, name in _UNITS if trace.duration >= least), (1, "seconds")
     )
     style.describe(ax, x=f"time ({unit})", y="replicas (count)")
-    # The last line is where the trace ends; a trace of one moment is drawn one second long.
+    # The last line is the end of the trace; a trace of a single moment is drawn one second long.
     until = trace.duration / second or 1.0
     edges = np.array([*trace.times[:-1], trace.duration], np.float64) / second
     counts = np.array(trace.replicas[:-1] if len(trace.replicas) > 1 else trace.replicas)
@@ -77,7 +77,7 @@ def _draw_capacity(ax: Axes, trace: CapacityTrace) -> None:
 
 
 def _gaps(edges: np.ndarray, counts: np.ndarray) -> list[tuple[float, float]]:
-    """Where there are none, neighbours joined: spans that touch would show a seam."""
+    """Spans without replicas; adjacent spans are joined, as they would show a seam."""
     is_gap = np.concatenate(([False], counts == 0, [False]))
     changes = np.flatnonzero(is_gap[1:] != is_gap[:-1])
     return [(edges[i], edges[j]) for i, j in changes.reshape(-1, 2).tolist()]

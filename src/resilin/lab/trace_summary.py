@@ -1,4 +1,4 @@
-"""What is in a trace, in a few numbers."""
+"""Summary of a trace in a few numbers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def summarise(trace: BatchTrace | CapacityTrace) -> dict[str, Any]:
 
     Returns:
         `kind` (`batches` or `capacity`), `lines`, `length` in `unit` (`steps` or `s`), `min`,
-        `mean` and `max` of the values, `changes` from one value to another, and `zero`: the part
-        of the time without replicas, None for batch sizes. The mean weighs a value by how long it
-        holds; the last line of a capacity trace is its end, and holds for no time.
+        `mean` and `max` of the values, `changes` from one value to another, and `zero`: the
+        fraction of time without replicas, None for batch sizes. The mean weighs a value by its
+        duration; the last line of a capacity trace is its end, and has no duration.
     """
     if isinstance(trace, BatchTrace):
         kind, unit, length = "batches", "steps", float(trace.num_steps)

@@ -1,7 +1,7 @@
-"""Telemetry: where events go, and how they are read again.
+"""Telemetry: writing, reading and forwarding events.
 
-`log` writes the events of a run into a directory, in `segments` whose detail falls with age; `read`
-reads them, during the run and after; `run` is what they say, as columns. The other modules are
-sinks: each is given an object that the user has, and called with every event. Nothing here holds a
+`log` writes the events of a run to a directory, in `segments` that lose detail with age; `read`
+reads them, during the run and afterwards; `run` turns them into columns. The other modules are
+sinks: each wraps an object of the user and is called with every event. Nothing here holds a
 tensor.
 """

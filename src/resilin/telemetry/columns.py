@@ -1,4 +1,4 @@
-"""Columns: what many events say alike, as arrays."""
+"""Columns: fields of many events as arrays."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _CHUNK = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """The steps that were told of, a column each, in order of time. NaN is for what is not known.
+    """The reported steps in order of time, one column per field. NaN marks unknown values.
 
-    The columns are the fields of `StepEvent`.
+    Many attributes: the columns are the fields of `StepEvent`.
     """
 
     time: Array
@@ -57,7 +57,7 @@ class Series:
     step: Array
     """Steps committed when it was recorded."""
     progress: Array
-    """Reference steps done by then; between steps that were told of, interpolated."""
+    """Reference steps completed by then, interpolated between reported steps."""
     value: Array
     """The number."""
     generation: Array
@@ -70,11 +70,11 @@ class Series:
 STEP_FIELDS = tuple(column.name for column in fields(Steps))
 """The columns, in order."""
 STEP_ROW = cast("Callable[[Event], tuple[Any, ...]]", attrgetter(*STEP_FIELDS))
-"""Takes them from a `StepEvent`."""
+"""Reads the columns from a `StepEvent`."""
 
 
 class Columns:
-    """Rows that become arrays, some at a time: as Python objects they take ten times the room."""
+    """Rows that are converted to arrays in chunks: Python objects take ten times the memory."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -102,11 +102,11 @@ class Columns:
 
 
 def number(value: float | None) -> float:
-    """The value as a column holds it."""
+    """The value as a float: NaN for None, infinity for integers that are too large."""
     if value is None:
         return math.nan
     try:
         return float(value)
     except OverflowError:
-        # JSON has whole numbers of any length.
+        # JSON has integers of any length.
         return math.inf if value > 0 else -math.inf

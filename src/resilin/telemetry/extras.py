@@ -1,7 +1,7 @@
-"""Optional packages: loaded when they are needed, with one sentence if they are not there.
+"""Optional packages: loaded on first use, with a one-sentence error if they are missing.
 
-`import resilin` must stay quick and must work with torch and numpy alone. So whatever draws,
-prints in colour or speaks to another service asks for its package here, at the moment of use.
+`import resilin` must stay fast and must work with torch and numpy alone. So code that draws, prints
+in colour or talks to another service loads its package here, when it is used.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ def load(module: str, extra: str, what: str = "this") -> ModuleType:
     """Imports an optional package.
 
     Args:
-        module: What to import, such as `rich.table`.
-        extra: The extra of resilin that brings it.
-        what: What needs it, to begin the message with, such as `resilin top`.
+        module: Module to import, such as `rich.table`.
+        extra: The extra of resilin that installs it.
+        what: The feature that needs it, such as `resilin top`; the message begins with it.
 
     Returns:
         The module.
 
     Raises:
         ImportError: The package is not installed; the message has the command that installs it.
-            A package that is there and fails to load says so itself.
+            A package that is installed but fails to load raises its own error.
     """
     package = module.partition(".")[0]
     try:

@@ -1,8 +1,8 @@
-"""`History`: one number over the whole of a run, in bounded memory.
+"""`History`: one number over a whole run, in bounded memory.
 
-Time is cut into intervals of one length, and each keeps the mean of what fell into it. When there
-are too many, the length doubles and neighbours become one: detail falls as the run gets longer, and
-no sample of the past has to be kept.
+Time is divided into intervals of equal length, each with the mean of its values. When there are too
+many, the length doubles and neighbours are merged: detail decreases as the run gets longer, and no
+past value has to be kept.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 
 MOST = 240
-"""Intervals that are kept: more than a terminal has columns for."""
+"""Largest number of intervals: more than the columns of a terminal."""
 SHORTEST = 0.25
-"""Seconds of the first interval length."""
+"""Initial length of an interval, in seconds."""
 LONGEST = 1e10
-"""Seconds that no run takes: a time further from the first one is a mistake."""
+"""Seconds that no run takes: a time further from the first one is an error in the log."""
 
 
 class History:
@@ -27,12 +27,12 @@ class History:
         self._counts: list[int] = []
 
     def add(self, time: float, value: float | None) -> None:
-        """Takes in a value. None and what is not finite are left out."""
+        """Add a value. None and non-finite values are ignored."""
         began = time if self._began is None else self._began
         if value is None or not math.isfinite(value) or not abs(time - began) < LONGEST:
             return
         self._began = began
-        # A writer whose clock was put back counts as of the beginning.
+        # A time before the first one, from a clock that was set back, counts as the first.
         place = max(0.0, time - began) / self._length
         while place >= MOST:
             self._halve()
@@ -52,9 +52,9 @@ class History:
         self._counts = [a + b for a, b in zip(counts[::2], counts[1::2], strict=True)]
 
     def means(self, width: int) -> list[float]:
-        """The course of the number in this many values; none if nothing was ever told.
+        """The history in `width` values; empty if nothing was added.
 
-        Where nothing was told for a while, the last value stands.
+        An interval without values repeats the one before it.
         """
         values: list[float] = []
         num = len(self._sums)
@@ -62,6 +62,6 @@ class History:
             first = column * num // width
             last = max(first + 1, (column + 1) * num // width)
             count = sum(self._counts[first:last])
-            # The first interval has what began it.
+            # The first interval always has a value.
             values.append(sum(self._sums[first:last]) / count if count else values[-1])
         return values

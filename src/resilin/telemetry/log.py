@@ -1,8 +1,8 @@
 """`EventLog`: the events of a run, as lines in files that stay small and survive a crash.
 
-A line is an event in its JSON form. Steps are held back for a second, because there are many of
-them; anything else is written at once. There is no thread and no server: whoever has an event to
-tell writes it. How the files are named and how old ones are thinned out: `segments`.
+A line is an event as JSON. Steps are buffered for a second, because there are many of them; any
+other event is written immediately. There is no thread and no server: the caller writes. `segments`
+describes how files are named and how old ones are thinned out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from resilin.telemetry.segments import (
 logger = logging.getLogger("resilin")
 
 HOLD = 1.0
-"""Seconds for which a step may wait for others before it is written."""
+"""Seconds for which a step may be buffered before it is written."""
 _BUFFER = 2**16
 _RARE = 16
 
@@ -37,25 +37,26 @@ _RARE = 16
 class EventLog:
     """Appends events to the files of one writer in a directory.
 
-    Whole lines are appended by one system call, so a process that is killed loses what it held
-    back, a second at most, and can leave one unfinished line, which the next log of this writer
-    cuts off. Nothing is forced to the disk at each event: a loss of power may take more.
+    Whole lines are appended by one system call, so a killed process loses at most one second of
+    buffered steps, and can leave one unfinished line, which the next log of this writer truncates.
+    Events are not synced to disk one by one: a power failure may lose more.
 
-    Two processes that are told the same name, such as a job and the one that replaces it before it
-    has ended, do not get into each other's way: the second writes as `WRITER+2`.
+    Two processes with the same name, such as a job and its replacement that starts before the first
+    has ended, do not interfere: the second writes as `WRITER+2`.
 
-    A disk that is full or a directory that disappears does not end the training. It is told by a
-    warning, once, and from then on nothing is written.
+    A full disk or a deleted directory does not end the training. It is logged once as a warning,
+    and nothing more is written.
 
     Args:
-        directory: A local directory; made if it is missing.
-        writer: Who writes, such as `replica-0`: letters, digits, dots, dashes and underscores.
+        directory: A local directory; created if it is missing.
+        writer: Name of the writer, such as `replica-0`: letters, digits, dots, dashes and
+            underscores.
         segment_bytes: Size at which a file is sealed. With the default, ten million steps take
             less than 100 MB; starts, rescales and faults are never dropped.
 
     Raises:
-        ValueError: The writer's name does not fit into that of a file.
-        OSError: The directory cannot be made or written to.
+        ValueError: The name of the writer cannot be part of a file name.
+        OSError: The directory cannot be created or written to.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class EventLog:
     ) -> None:
         if WRITER.fullmatch(writer) is None or "+" in writer:
             raise ValueError(
-                f"writer ({writer!r}) must be made of letters, digits, dots, dashes and underscores"
+                f"writer ({writer!r}) may contain only letters, digits, dots, dashes and "
+                "underscores"
             )
         if segment_bytes < 1:
             raise ValueError(f"segment_bytes ({segment_bytes}) must be at least 1")
@@ -82,13 +84,13 @@ class EventLog:
             self._tidy()
         except OSError as error:
             self._release()
-            # A job that is started again must not end here, where one that goes on would not.
+            # A restarted job must not fail here, where a running one would not.
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self._give_up(error)
 
     def write(self, event: Event) -> None:
-        """Appends the event: within a second of the next one if it is a step, else at once."""
+        """Append the event: a step within about a second, any other event immediately."""
         if self._file is None:
             return
         line = to_json(event)
@@ -102,7 +104,7 @@ class EventLog:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is held back, and seals the file if it is full."""
+        """Write the buffered events, and seal the file if it is full."""
         if self._file is None:
             return
         try:
@@ -124,15 +126,15 @@ class EventLog:
         self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Writes what is held back. The log cannot be written to any more."""
+        """Write the buffered events and close the log; later writes are ignored."""
         self.flush()
         self._release()
 
     def _open(self) -> None:
-        """Opens a file that no living process writes to, and locks it.
+        """Open a file that no live process writes to, and lock it.
 
-        Who has the lock may seal the file, and merge what was sealed under its name. The system
-        takes the lock back when the process ends, however it ends.
+        The holder of the lock may seal the file and merge the segments sealed under its name. The
+        system releases the lock when the process ends, however it ends.
         """
         attempt = 1
         while self._file is None:
@@ -145,7 +147,7 @@ class EventLog:
                 self._file = file
                 self._size = _cut_unfinished_line(file)
                 return
-            # Else it was sealed between opening and locking: there is another one by now.
+            # Otherwise it was sealed between opening and locking, and there is a new one by now.
             os.close(file)
 
     def _files(self) -> Files:
@@ -153,7 +155,7 @@ class EventLog:
         return list_files(self._directory).get(self._writer, Files(current, ()))
 
     def _tidy(self) -> None:
-        """Removes what an interrupted merge has left, and finishes what it had begun."""
+        """Remove leftovers of an interrupted merge, and finish it."""
         files = self._files()
         for segment in files.covered:
             segment.path.unlink(missing_ok=True)
@@ -165,7 +167,7 @@ class EventLog:
         files = self._files()
         sealed = sealed_path(self._directory, self._writer, files.number, files.number)
         os.rename(files.current, sealed)
-        # Not before: with the lock, the name would be free as well.
+        # Not earlier: releasing the lock would free the name as well.
         self._release()
         self._open()
         self._merge()
@@ -181,7 +183,7 @@ class EventLog:
         self._release()
         self._lines.clear()
         logger.warning(
-            "events cannot be written to %s: %s; training goes on, and the rest of it is not told",
+            "events cannot be written to %s: %s; training continues without an event log",
             self._directory,
             error,
         )
@@ -193,13 +195,13 @@ class EventLog:
 
 
 def _lock(file: int) -> bool:
-    """Whether nobody else has the file; on a file system without locks, that is hoped for."""
+    """Whether the lock was acquired; assumed to be on a file system without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        # Whole lines that are appended stay readable even then.
+        # Appended whole lines stay readable even then.
         return True
     return True
 
@@ -212,7 +214,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _cut_unfinished_line(file: int) -> int:
-    """Cuts off what follows the last line break; returns the size that remains."""
+    """Truncate the file after the last line break; returns the remaining size."""
     end = os.fstat(file).st_size
     position = end
     while position > 0:

@@ -1,8 +1,8 @@
-"""`MLflow`: logs events to a run of MLflow that the script has.
+"""`MLflow`: log events to an MLflow run of the script.
 
-All numbers of an event go in one request, which waits for the server: its time counts as telling,
-so a slow server makes for fewer told steps and not for a slower job. MLflow has no texts along a
-run; the last of each kind is a tag.
+All numbers of an event are sent in one request, which waits for the server. Its time counts
+towards the reporting budget, so a slow server leads to fewer reported steps, not to a slower job.
+MLflow has no texts along a run; the last text of each kind is a tag.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _MAX_KEY, _MAX_TAG = 240, 5000
 
 
 class MLflow:
-    """A sink that logs to an MLflow run. Starting and ending the run stays with the script.
+    """A sink that logs to an MLflow run. The script starts and ends the run.
 
     Args:
         run_id: The run; the active one of this thread if None.
         client: The client to log with; one for the current tracking server if None.
-        prefix: What the names of metrics begin with.
+        prefix: Prefix of the names of metrics.
 
     Raises:
         ValueError: No run is active, and none was given.
@@ -51,12 +51,12 @@ class MLflow:
             run_id = str(active.info.run_id)
         self._entities = load("mlflow.entities", "mlflow", "MLflow")
         self._client: MlflowClient = mlflow.MlflowClient() if client is None else client
-        # A wrong id is known now, and not at the first event.
+        # A wrong id must fail now, not at the first event.
         self._run_id = self._client.get_run(run_id).info.run_id
         self._prefix = prefix
 
     def __call__(self, event: Event) -> None:
-        """Logs the numbers of the event, and what it says in words."""
+        """Log the numbers of the event and its description."""
         milliseconds = round(event.time * 1000)
         metrics = [
             self._entities.Metric(_key(self._prefix + name), number, milliseconds, event.step)
@@ -72,6 +72,6 @@ class MLflow:
 
 
 def _key(name: str) -> str:
-    """The name with what MLflow forbids replaced: it takes names for paths of files."""
+    """The name without characters that MLflow forbids: it treats names as file paths."""
     parts = _FORBIDDEN.sub("_", name)[:_MAX_KEY].split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)

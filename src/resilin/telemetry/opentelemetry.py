@@ -1,8 +1,8 @@
-"""`OpenTelemetry`: records events on a meter that the script has.
+"""`OpenTelemetry`: record events on a meter of the script.
 
-Only the API is called: readers and exporters, and where they send to, belong to whoever set up the
-meter. Numbers are gauges, and rescales, faults, checkpoints and decisions are counters whose
-attributes say of which sort.
+Only the API is called: readers, exporters and their targets are configured where the meter is
+created. Numbers are gauges; rescales, faults, checkpoints and decisions are counters with their
+kind as an attribute.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _METRIC = Meaning("1", "A number that the script recorded, by name.")
 
 
 class OpenTelemetry:
-    """A sink that records on a meter. Setting up its provider stays with the script.
+    """A sink that records on a meter. The script sets up the provider.
 
-    Names begin with `resilin.`. What the user records is in one gauge, `resilin.metric`, with the
-    attribute `name`: any name is possible there.
+    Names begin with `resilin.`. Metrics of the user are in one gauge, `resilin.metric`, with the
+    attribute `name`, which can be any text.
 
     Args:
-        meter: What `get_meter` returned.
-        attributes: What every number is to carry, such as the name of the job.
+        meter: The return value of `get_meter`.
+        attributes: Attributes of every number, such as the name of the job.
 
     Raises:
         ValueError: There is no meter, or its API has no gauges yet.
@@ -44,7 +44,7 @@ class OpenTelemetry:
             )
         self._attributes = dict(attributes or {})
         self._counts = Counts()
-        # An instrument without a number is not exported, so all may be there from the start.
+        # An instrument without a number is not exported, so all can be created at the start.
         self._gauges = {
             name: meter.create_gauge(f"resilin.{name}", unit=meaning.unit, description=meaning.text)
             for name, meaning in {**SCALARS, "metric": _METRIC}.items()
@@ -57,7 +57,7 @@ class OpenTelemetry:
         }
 
     def __call__(self, event: Event) -> None:
-        """Records the numbers of the event, and counts it."""
+        """Record the numbers of the event, and count it."""
         for name, number in scalars(event).items():
             if name in SCALARS:
                 self._gauges[name].set(number, self._attributes)

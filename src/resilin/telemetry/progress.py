@@ -1,9 +1,9 @@
-"""A progress bar that counts reference steps, so that it keeps its word when the batch changes.
+"""A progress bar that counts reference steps, so that it stays right when the batch size changes.
 
-A bar over optimizer steps or batches has to guess how many are to come, and is wrong as soon as the
-batch size is another one. Reference steps are what the length of a run is given in: they are told
-to this display as they are made, at whatever batch size. It knows numbers only; where they come
-from is its caller's affair. It needs no package beyond Python's own.
+A bar over optimizer steps or batches has to guess how many are left, and is wrong as soon as the
+batch size changes. The length of a run is given in reference steps, and each step reports how many
+of them it was worth, whatever its batch size. The bar only displays numbers that the caller passes.
+It needs nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import TextIO
 from resilin.telemetry.wording import amount, span
 
 REDRAW = 0.1
-"""Seconds between two pictures on a terminal."""
+"""Seconds between two updates on a terminal."""
 LINE = 60.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two lines without a terminal."""
 RECENT = 60.0
-"""Seconds of the past that the rate, and with it the time left, is taken from."""
+"""Window for the rate and the remaining time, in seconds."""
 _NARROWEST, _WIDEST = 10, 24
 
 
 class Display:
-    """One line that shows how far training has come.
+    """One line that shows the progress of training.
 
     Args:
-        total_steps: Length of the whole in reference steps; None if it is unknown.
-        stream: Where to write; None takes stderr. Where this is no terminal, there is a line a
-            minute instead of a picture.
-        clock: Gives the time in seconds; tests bring their own.
+        total_steps: Length of the run in reference steps; None if it is unknown.
+        stream: Output stream; None writes to stderr. If it is not a terminal, a line is written
+            each minute instead of a live bar.
+        clock: Source of time, in seconds.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Display:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_steps = total_steps
-        """Length of the whole in reference steps; may become known later."""
+        """Length of the run in reference steps; may become known later."""
         self._stream = sys.stderr if stream is None else stream
         self.live = self._stream.isatty()
-        """Whether it is a picture on a terminal."""
+        """Whether it is a live bar on a terminal."""
         self._clock = clock
         self._past: deque[tuple[float, float]] = deque()
         self._steps = 0.0
@@ -57,14 +57,14 @@ class Display:
 
     @property
     def fraction(self) -> float | None:
-        """The part of the whole that is done, from 0 to 1; None if the length is unknown."""
+        """The completed part of the run, from 0 to 1; None if the length is unknown."""
         if not self.total_steps:
             return None
         return min(1.0, self._steps / self.total_steps)
 
     @property
     def rate(self) -> float | None:
-        """Reference steps per second in the recent past; None before there is one."""
+        """Recent reference steps per second; None before there are two updates."""
         if len(self._past) < 2:
             return None
         (began, first), (now, last) = self._past[0], self._past[-1]
@@ -72,17 +72,17 @@ class Display:
 
     @property
     def seconds_left(self) -> float | None:
-        """Time to the end at that rate; None if there is no end or no rate."""
+        """Remaining seconds at the recent rate; None if the length or the rate is unknown."""
         rate = self.rate
         if not self.total_steps or not rate:
             return None
         return max(0.0, self.total_steps - self._steps) / rate
 
     def due(self) -> bool:
-        """Whether an update would be shown: ask it before working out what to show."""
+        """Whether an update would be shown; check it before computing the arguments of `update`."""
         now = self._clock()
         if self._written is None:
-            # The first line of a log comes when there is something to tell.
+            # The first line of a log comes after the first interval.
             self._written = now if not self.live else now - REDRAW
         return now - self._written >= (REDRAW if self.live else LINE)
 
@@ -95,14 +95,14 @@ class Display:
         replicas: int | None = None,
         gain: float | None = None,
     ) -> None:
-        """Shows where training is.
+        """Show the current state of training.
 
         Args:
-            progress: Reference steps done. Less than before is taken for what it was before.
-            epoch: The epoch, in words, such as `3/90`.
+            progress: Completed reference steps. A value below the previous one is ignored.
+            epoch: The epoch as text, such as `3/90`.
             batch_size: The global batch size.
             replicas: Data-parallel members.
-            gain: Reference steps that a step is worth.
+            gain: Worth of a step in reference steps.
         """
         now = self._clock()
         self._steps = max(self._steps, progress)
@@ -119,13 +119,13 @@ class Display:
         self._write("\r" if self.live else "", "" if self.live else "\n")
 
     def close(self) -> None:
-        """Leaves the line as it is, and the next one to others."""
+        """Finish the line, so that other output starts on the next one."""
         if self.live and self._shown:
             self._write("\r", "\n")
         self._shown = False
 
     def text(self, width: int) -> str:
-        """The line, at most this wide: what matters least goes first when there is little room."""
+        """The line with at most `width` characters; the least important parts are dropped first."""
         fraction, rate, left = self.fraction, self.rate, self.seconds_left
         done = amount(self._steps)
         if self.total_steps:
@@ -152,7 +152,7 @@ class Display:
     def _write(self, before: str, after: str) -> None:
         width = _columns(self._stream) - 1 if self.live else 200
         line = self.text(width)
-        # Blanks wipe out the rest of a longer line that was there before.
+        # Blanks erase the rest of a longer previous line.
         self._stream.write(before + (line.ljust(width) if self.live else line) + after)
         self._stream.flush()
         self._shown = True
@@ -167,5 +167,5 @@ def _columns(stream: TextIO) -> int:
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):
-        # Something that says it is a terminal and has no size, such as a notebook's stream.
+        # A stream that claims to be a terminal but has no size, such as that of a notebook.
         return 80

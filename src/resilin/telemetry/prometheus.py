@@ -1,10 +1,10 @@
-"""`Prometheus`: keeps the last numbers in a registry, from which Prometheus fetches them.
+"""`Prometheus`: keep the latest numbers in a registry, from which Prometheus fetches them.
 
-Whoever has the registry exposes it: this neither opens a port nor pushes. A gauge appears with its
-first number, since a zero that nobody measured would be a lie. Counters begin at zero with each
-process, as Prometheus expects of a restart. A rescale happens at such a beginning and would be
-counted before the first fetch, unseen; hence its time is a gauge, and so is that of the last fault.
-The dashboard `grafana.json` beside this module shows all of it.
+The script exposes the registry: this module neither opens a port nor pushes. A gauge appears with
+its first number, since a zero that nobody measured would be wrong. Counters start at zero in each
+process, as Prometheus expects after a restart. A rescale happens at such a start and would be
+counted before the first fetch, unseen; so its time is a gauge, and so is that of the last fault.
+The dashboard `grafana.json` beside this module shows all of them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class Prometheus:
-    """A sink that keeps numbers in a registry. Exposing it stays with the script.
+    """A sink that keeps numbers in a registry. The script exposes the registry.
 
-    What the user records is in one gauge, `metric`, with the label `name`: any name is possible
-    there, and one panel shows them all.
+    Metrics of the user are in one gauge, `metric`, with the label `name`, which can be any text;
+    one panel shows them all.
 
     Args:
-        registry: Where to; the default registry of prometheus_client if None.
-        prefix: What the names begin with. The dashboard expects the default.
+        registry: The registry to use; the default registry of prometheus_client if None.
+        prefix: Prefix of the names. The dashboard expects the default.
 
     Raises:
-        ValueError: The registry has such metrics already, as from another sink.
+        ValueError: The registry already has these metrics, for example from another sink.
         ImportError: prometheus_client is not installed.
     """
 
@@ -48,7 +48,7 @@ class Prometheus:
         }
 
     def __call__(self, event: Event) -> None:
-        """Keeps the numbers of the event, and counts it."""
+        """Store the numbers of the event, and count it."""
         for name, number in scalars(event).items():
             if name in SCALARS:
                 self._gauge(name, SCALARS[name].text).set(number)
@@ -57,10 +57,10 @@ class Prometheus:
                 self._gauge("metric", text, "name").labels(name).set(number)
         match event:
             case RescaleEvent():
-                text = "When the set of replicas changed last."
+                text = "Time of the last change of the set of replicas."
                 self._gauge("last_rescale_timestamp_seconds", text).set(event.time)
             case FaultEvent():
-                text = "When there was a fault of this kind last."
+                text = "Time of the last fault of this kind."
                 gauge = self._gauge("last_fault_timestamp_seconds", text, "kind")
                 gauge.labels(event.kind).set(event.time)
         count = self._counts(event)

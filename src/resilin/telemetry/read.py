@@ -1,10 +1,10 @@
-"""Reading an event log: all of it, what is new, or the last word.
+"""Read an event log: all events, new events, or the latest event.
 
-A log may be read while it is written, and while its segments are merged; a reader then sees each
-event once, up to the moment it began. What cannot be read is named by file and line, and is either
-an error or, for those who would rather see the rest, a list of what was left out.
+A log may be read while it is written and while its segments are merged; a reader sees each event
+once, up to the moment at which it started. A line that cannot be read is identified by file and
+line number, and is either an error or, if the caller prefers to see the rest, an entry in a list.
 
-Run directories are local and plain: nothing is fetched from elsewhere or decompressed.
+Run directories are local and plain: nothing is downloaded or decompressed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from resilin.core.events import Event, EventError, from_json
 from resilin.telemetry.segments import Part, Snapshot, list_files
 
 MAX_LINE = 2**20
-"""Bytes in the longest line that is taken for an event."""
+"""Largest size of a line that may be an event, in bytes."""
 _WINDOW = 2**16
 
 
@@ -35,7 +35,7 @@ class Damage:
     line: int
     """Number of the line in it, from 1."""
     reason: str
-    """What is wrong with it."""
+    """The error."""
 
     def __str__(self) -> str:
         return f"{self.file}, line {self.line}: {self.reason}"
@@ -44,14 +44,14 @@ class Damage:
 def read_events(
     run_dir: str | os.PathLike[str], damage: list[Damage] | None = None
 ) -> Iterator[Event]:
-    """All events of a run, of all writers, in order of time.
+    """All events of a run, from all writers, in order of time.
 
     Events of one writer stay in the order in which they were written, even if its clock was set
     back. An unfinished line at the end of a file that is being written is not an event yet.
 
     Args:
         run_dir: The directory of an event log.
-        damage: Takes what cannot be read; None makes that an error.
+        damage: Receives the lines that cannot be read; None makes them an error.
 
     Raises:
         ValueError: There is no such directory, or no event file in it.
@@ -83,17 +83,17 @@ def _of_writer(snapshot: Snapshot, damage: list[Damage] | None) -> Iterator[Even
 
 
 class Lines:
-    """The lines of one file, from a place in it on."""
+    """The lines of one file, starting at an offset."""
 
     def __init__(self, part: Part, *, offset: int = 0, line: int = 0) -> None:
         self._part = part
         self.offset = offset
-        """Bytes of whole lines that were read."""
+        """Bytes of the whole lines read so far."""
         self.line = line
-        """How many lines that were."""
+        """Number of whole lines read so far."""
 
     def events(self, damage: list[Damage] | None) -> Iterator[Event]:
-        """Reads to the end of the last whole line."""
+        """Read to the end of the last whole line."""
         file = self._part.file
         file.seek(self.offset)
         while text := file.readline(MAX_LINE):
@@ -122,10 +122,10 @@ def parse(text: bytes) -> Event:
     """The event in one line of a file.
 
     Raises:
-        EventError: It is not one; says why.
+        EventError: The line is not an event; the message gives the reason.
     """
     try:
-        # JSON as such may be in other encodings, which is not what we write.
+        # JSON allows other encodings, but the log is written in UTF-8.
         line = text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise EventError(f"not UTF-8: {error.reason} at byte {error.start}") from None
@@ -134,7 +134,7 @@ def parse(text: bytes) -> Event:
 
 @dataclass(slots=True)
 class _Place:
-    """How far the files of one writer were read: to an offset in the file of this number."""
+    """Position of a reader in the files of one writer: a file number and an offset in it."""
 
     number: int = 0
     identity: tuple[int, int] | None = None
@@ -163,7 +163,7 @@ class _Place:
             if part.first < part.last and (
                 part.first < seen or (part.first == seen and self.offset)
             ):
-                # Merged from what was seen and what was not.
+                # Merged from events that were already seen and new ones.
                 events = [event for event in events if event.time > self.time]
             found += events
             last = part, lines
@@ -178,8 +178,8 @@ class _Place:
 class Follower:
     """Reads a log as it grows.
 
-    It can start before there is a log, and holds no file open between polls. If so much was written
-    since the last poll that it has been thinned out, what is left of it is returned.
+    It can start before the log exists, and keeps no file open between polls. If the events since
+    the last poll have already been thinned out, the remaining ones are returned.
 
     Args:
         run_dir: The directory of an event log, now or later.
@@ -205,7 +205,7 @@ class Follower:
             return []
         snapshot = Snapshot(self._directory, writer, since=place.number)
         if snapshot.number < place.number:
-            # Somebody began anew in the same directory.
+            # Another job started in the same directory.
             snapshot.close()
             place = self._places[writer] = _Place()
             snapshot = Snapshot(self._directory, writer)
@@ -216,7 +216,7 @@ class Follower:
 
 
 def last_event(run_dir: str | os.PathLike[str]) -> Event | None:
-    """The newest event, from the ends of the files alone; None if there is none yet."""
+    """The latest event, read from the ends of the files only; None if there is none yet."""
     directory = Path(run_dir)
     newest: Event | None = None
     for writer in list_files(directory):
@@ -232,9 +232,9 @@ def _last_of(directory: Path, writer: str) -> Event | None:
         for part in reversed(snapshot.parts):
             end = part.file.seek(0, os.SEEK_END)
             part.file.seek(max(0, end - _WINDOW))
-            # What follows the last line break is unfinished, or nothing.
+            # Text after the last line break is an unfinished line, or empty.
             for text in reversed(part.file.read().split(b"\n")[:-1]):
-                # Damage is for those who read the whole log.
+                # Damaged lines are reported when the whole log is read.
                 with suppress(EventError):
                     return parse(text)
     finally:

@@ -1,11 +1,11 @@
-"""`Run`: what an event log says, as columns to compute and to draw with.
+"""`Run`: an event log as columns, for computing and plotting.
 
-Not every step of a run is in its log, and a job that went on from an older checkpoint has told of
-some steps twice. By time, everything is shown as it was; by step or by progress, what was done last
-counts, and `Run.kept` says which steps those are.
+Not every step of a run is in its log, and a job that resumed from an older checkpoint has reported
+some steps twice. Over time, everything is shown as it happened; over steps or progress, the last
+execution of a step counts, and `Run.kept` selects those steps.
 
-Events come from files, so any numbers may be in them. What is computed from them here is NaN where
-it has no meaning, and neither fails nor warns.
+Events come from files, so they may contain any numbers. Derived values are NaN where they have no
+meaning; nothing here fails or warns.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from resilin.core.events import (
     StepEvent,
     begins_anew,
 )
+from resilin.core.noise import noise_scale
 from resilin.telemetry.columns import (
     STEP_FIELDS,
     STEP_ROW,
@@ -48,26 +49,26 @@ _E = TypeVar("_E", bound=Event)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What happened in one run."""
+    """The events of one run."""
 
     name: str
     """Last part of its directory."""
     starts: tuple[StartEvent, ...]
-    """The generations that began to train."""
+    """Starts of generations."""
     steps: Steps
-    """The steps that were told of."""
+    """The reported steps."""
     metrics: Mapping[str, Series]
-    """What the user recorded, by name; the loss of a step is in `steps`."""
+    """Metrics of the user by name; the loss of a step is in `steps`."""
     rescales: tuple[RescaleEvent, ...] = ()
     """Changes of the set of replicas."""
     faults: tuple[FaultEvent, ...] = ()
-    """What went wrong."""
+    """Faults."""
     checkpoints: tuple[CheckpointEvent, ...] = ()
-    """What was saved and loaded."""
+    """Checkpoints that were saved, loaded or failed."""
     decisions: tuple[DecisionEvent, ...] = ()
-    """Batch sizes that were chosen."""
+    """Choices of the batch size."""
     epochs: tuple[EpochEvent, ...] = ()
-    """Epochs that were completed."""
+    """Completed epochs."""
     damage: tuple[Damage, ...] = ()
     """Lines of the log that could not be read."""
 
@@ -87,10 +88,10 @@ class Run:
     def from_events(
         cls, events: Iterable[Event], name: str = "run", damage: Iterable[Damage] = ()
     ) -> Run:
-        """A run from its events, in order of time. Those of kinds not known here are left out.
+        """A run from its events, in order of time. Events of unknown kinds are ignored.
 
-        A job that begins anew in a directory of an earlier one is another run: of several, this is
-        the last.
+        A job that starts from scratch in the directory of an earlier one is another run; this
+        returns the last run in the directory.
         """
         steps = Columns(len(STEP_FIELDS))
         recorded: dict[str, Columns] = {}
@@ -127,7 +128,7 @@ class Run:
 
     @property
     def start(self) -> StartEvent | None:
-        """The newest start."""
+        """The latest start."""
         return self.starts[-1] if self.starts else None
 
     @property
@@ -137,7 +138,7 @@ class Run:
 
     @property
     def goodput(self) -> Array:
-        """Reference samples per second, over the time since the step told of before.
+        """Reference samples per second, over the time since the previous reported step.
 
         NaN for the first step of a generation, and without a reference batch.
         """
@@ -153,9 +154,7 @@ class Run:
 
         NaN without an estimate of both, and where the norm is not positive.
         """
-        norm = np.where(self.steps.sqr_norm > 0, self.steps.sqr_norm, np.nan)
-        with np.errstate(all="ignore"):
-            return np.asarray(self.steps.trace / norm)
+        return noise_scale(self.steps.sqr_norm, self.steps.trace)
 
     @property
     def learning_rate(self) -> Array:
@@ -174,10 +173,10 @@ class Run:
         return float(every.max()) - float(every.min()) if len(every) else 0.0
 
     def kept(self, points: Steps | Series | None = None) -> npt.NDArray[np.bool_]:
-        """Which steps, or points of a series, were not done once more later.
+        """Mask of the steps, or points of a series, that were not repeated later.
 
-        A job that goes on from an older checkpoint repeats the steps since: what its later
-        generation did counts. So it is with a script that was started anew with the same log.
+        A job that resumes from an older checkpoint repeats the steps since then: those of the later
+        generation count. The same holds for a script that is started again with the same log.
         """
         points = self.steps if points is None else points
         own, count = self.steps, len(points)
@@ -186,22 +185,22 @@ class Run:
         ).reshape(-1, 3)
         generation = np.concatenate([points.generation, own.generation, starts[:, 0]])
         time = np.concatenate([points.time, own.time, starts[:, 1]])
-        # A life is a generation, or what it became when it was started anew: they are numbered in
-        # order, by the generation and by how often it had been started by then.
+        # A life is one start of a generation: lives are numbered in order of the generation and of
+        # its number of starts so far.
         life = np.unique(generation, return_inverse=True)[1] * (len(starts) + 1)
         for known in np.unique(starts[:, 0]):
             same = np.flatnonzero(generation == known)
             began = np.sort(starts[starts[:, 0] == known, 1])
             life[same] += np.searchsorted(began, time[same], side="right")
         lives, life = np.unique(life, return_inverse=True)
-        # The step that each of these lives went on from, and the earliest of all later ones.
+        # The step from which each life resumed, and the earliest of all later ones.
         origin = np.full(len(lives) + 1, np.inf)
         np.minimum.at(origin, life[count:], np.concatenate([own.step - 1, starts[:, 2]]))
         later = np.minimum.accumulate(origin[::-1])[::-1][1:]
         return np.asarray(points.step <= later[life[:count]])
 
     def _intervals(self) -> tuple[Array, Array]:
-        """Seconds and reference steps between steps told of; NaN where that means nothing."""
+        """Seconds and reference steps between reported steps; NaN where they have no meaning."""
         steps = self.steps
         with np.errstate(all="ignore"):
             seconds, worth = np.diff(steps.time), np.diff(steps.progress)
@@ -210,13 +209,13 @@ class Run:
         return np.where(usable, seconds, np.nan), np.where(usable, worth, np.nan)
 
     def _placed(self, metrics: Mapping[str, Series]) -> dict[str, Series]:
-        """The series with progress where only the step is known."""
+        """The series with progress filled in where only the step is known."""
         kept = self.kept()
         if not kept.any():
             return dict(metrics)
         step, progress = self.steps.step[kept], self.steps.progress[kept]
         order = np.argsort(step, kind="stable")
-        # No steps are no progress.
+        # Step 0 has progress 0.
         known_steps, known_progress = np.r_[0.0, step[order]], np.r_[0.0, progress[order]]
         placed = {}
         for key, series in metrics.items():

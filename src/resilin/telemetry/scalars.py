@@ -1,9 +1,8 @@
-"""What an event says, as numbers with names, as counts, and in words: what every sink is made of.
+"""Contents of an event as named numbers, as counts and as text: the common base of all sinks.
 
-A curve has the same name wherever it is looked at, so no sink has a list of its own. Numbers that
-are not known, or that no axis can hold, are left out: a curve with a gap is true, a zero would not
-be. `Counts` is for services that add up over time; it holds the one thing that has to be
-remembered from event to event.
+A curve has the same name everywhere, so no sink has its own list. Numbers that are unknown or not
+finite are left out: a gap in a curve is right, a zero would be wrong. `Counts` is for services that
+add up over time; it holds the only state that is kept from event to event.
 """
 
 from __future__ import annotations
@@ -29,26 +28,28 @@ from resilin.telemetry.wording import describe
 
 
 class Meaning(NamedTuple):
-    """What the numbers under one name are."""
+    """Unit and description of a number."""
 
     unit: str
-    """Unit in UCUM, as OpenTelemetry has it; words in braces are counted things."""
+    """Unit in UCUM, as in OpenTelemetry; words in braces are counted things."""
     text: str
-    """One sentence."""
+    """Description in one sentence."""
 
 
 SCALARS: Final[Mapping[str, Meaning]] = MappingProxyType(
     {
         "batch_size": Meaning("{sample}", "Samples in the step, over all replicas."),
         "replicas": Meaning("{replica}", "Data-parallel members."),
-        "hosts": Meaning("{host}", "Machines that the replicas are on."),
+        "hosts": Meaning("{host}", "Machines that the replicas run on."),
         "local_bsz": Meaning("{sample}", "The largest micro-batch."),
-        "accumulation_steps": Meaning("{batch}", "The most micro-batches that a replica ran."),
+        "accumulation_steps": Meaning(
+            "{batch}", "The largest number of micro-batches that a replica ran."
+        ),
         "scale": Meaning("1", "Global batch over reference batch."),
         "gain": Meaning("{step}", "Reference steps that the step was worth."),
         "lr": Meaning("1", "Learning rate of the first group, as the script sets it."),
-        "lr_factor": Meaning("1", "What the rule multiplied it by."),
-        "learning_rate": Meaning("1", "The product of both: what the optimizer used."),
+        "lr_factor": Meaning("1", "Factor of the scaling rule on the learning rate."),
+        "learning_rate": Meaning("1", "Learning rate used by the optimizer: lr times lr_factor."),
         "noise_scale": Meaning("{sample}", "Gradient noise scale: trace over sqr_norm."),
         "sqr_norm": Meaning("1", "Squared norm of the true gradient, averaged."),
         "trace": Meaning("1", "Trace of one sample's gradient covariance, averaged."),
@@ -61,34 +62,36 @@ SCALARS: Final[Mapping[str, Meaning]] = MappingProxyType(
         "epoch": Meaning("{epoch}", "Epoch of the sample stream, from 0."),
         "generation": Meaning("{generation}", "The period of fixed membership."),
         "predicted_goodput": Meaning(
-            "{sample}/s", "Reference samples per second that the chosen batch size promised."
+            "{sample}/s", "Predicted reference samples per second at the chosen batch size."
         ),
-        "rescale_seconds": Meaning("s", "How long no step was made in a rescale."),
+        "rescale_seconds": Meaning("s", "Time without a step during a rescale."),
         "checkpoint_seconds": Meaning("s", "Wall time of saving a checkpoint."),
         "checkpoint_bytes": Meaning("By", "Size of a saved checkpoint on storage."),
         "load_seconds": Meaning("s", "Wall time of loading a checkpoint."),
-        "at_risk": Meaning("{step}", "Completed steps that a lost worker can cost at most."),
+        "at_risk": Meaning(
+            "{step}", "Largest number of completed steps that a lost worker can cost."
+        ),
     }
 )
-"""The names of resilin's own numbers. Any other name in `scalars` is one that the user recorded."""
+"""Names of resilin's own numbers. Any other name in `scalars` is a metric of the user."""
 
 COUNTS: Final[Mapping[str, Meaning]] = MappingProxyType(
     {
         "steps": Meaning("{step}", "Optimizer steps committed."),
         "rescales": Meaning("{rescale}", "Changes of the set of replicas."),
-        "faults": Meaning("{fault}", "Faults dealt with, by kind."),
-        "checkpoints": Meaning("{checkpoint}", "Checkpoints, by what was done."),
+        "faults": Meaning("{fault}", "Faults, by kind."),
+        "checkpoints": Meaning("{checkpoint}", "Checkpoints, by action."),
         "decisions": Meaning("{decision}", "Choices of a batch size, by whether it changed."),
     }
 )
-"""The names of what is counted."""
+"""Names of the counts."""
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of an event that are worth a curve.
+    """The numbers of an event that can be plotted.
 
-    A user's metric that has the name of one of resilin's numbers is called `user_` and that name;
-    a `loss` is the user's anyway.
+    A metric of the user with the name of one of resilin's numbers gets the prefix `user_`, except
+    `loss`, which always comes from the user.
 
     Args:
         event: Any event.
@@ -172,14 +175,14 @@ def _recorded(event: Event) -> Mapping[str, float]:
 
 
 def words(event: Event) -> str | None:
-    """What happened, in one line, for events that a person asks about; None for all others.
+    """One-line description of an event that is of interest to a person; None for all others.
 
-    Those are the start of a generation, rescales, faults, chosen batch sizes that differ from the
-    last one, and checkpoints that failed.
+    Those are the start of a generation, rescales, faults, changes of the batch size and failed
+    checkpoints.
     """
     match event:
         case StartEvent():
-            verb = "goes on" if event.resumed else "begins"
+            verb = "resumes" if event.resumed else "starts"
             return (
                 f"{verb}: {event.optimizer} with rule {event.rule}, reference batch "
                 f"{event.reference}, {event.replicas} replicas on {event.hosts} hosts"
@@ -192,39 +195,39 @@ def words(event: Event) -> str | None:
 
 
 class Count(NamedTuple):
-    """Something to add up."""
+    """An increment of a counter."""
 
     name: str
     """One of `COUNTS`."""
     num: int
-    """How many."""
+    """The increment."""
     labels: Mapping[str, str]
-    """Of which sort."""
+    """Labels of the counter, such as the kind of a fault."""
 
 
 LABELS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"faults": ("kind",), "checkpoints": ("action",), "decisions": ("outcome",)}
 )
-"""The labels of each count; none for a name that is not here."""
+"""The labels of each count; a name that is not listed has none."""
 
 
 class Counts:
     """Turns the events of one process into counts.
 
-    Steps are counted by their numbers, as not every step is told of. Where the job goes back to an
-    older state, the steps that are done again count again: they were made.
+    Steps are counted by their numbers, because not every step is reported. If the job returns to an
+    older state, the repeated steps count again: they were executed.
     """
 
     def __init__(self) -> None:
         self._step: int | None = None
 
     def __call__(self, event: Event) -> Count | None:
-        """What this event adds, if anything."""
+        """The increment of this event, if any."""
         match event:
             case StepEvent():
                 before = event.step - 1 if self._step is None else self._step
                 self._step = event.step
-                # Behind the last one, and not told of any way back: at least this one was made.
+                # Not after the last one, and no start in between: at least this step was executed.
                 return Count("steps", event.step - before if event.step > before else 1, {})
             case StartEvent():
                 self._step = event.step

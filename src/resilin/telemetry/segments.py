@@ -1,13 +1,13 @@
-"""Segments: the files of an event log, and how old ones become fewer.
+"""Segments: the files of an event log, and the merging of old ones.
 
-A writer appends to `events-WRITER.jsonl`. Full, that file is sealed under a number, as
-`events-WRITER@000007-000007.jsonl`, and when there are more than a few sealed segments of one age,
-the two oldest become one of half the lines, `events-WRITER@000006-000007.jsonl`. So each halving of
-the detail buys twice the time, and a log grows with the logarithm of the run.
+A writer appends to `events-WRITER.jsonl`. When that file is full it is sealed under a number, as
+`events-WRITER@000007-000007.jsonl`. When there are more than a few sealed segments of one level,
+the two oldest are merged into one with half of their lines, `events-WRITER@000006-000007.jsonl`.
+Each halving of the detail covers twice the time, so a log grows with the logarithm of the run.
 
-The name says which numbers a segment covers, and one that another covers counts for nothing. That
-makes merging safe: the merged file appears at once, by a rename, and from then on its sources are
-as good as deleted, whether or not somebody still gets to delete them.
+The name of a segment gives the numbers that it covers, and a segment that is covered by another one
+is ignored. That makes merging safe: the merged file appears atomically, by a rename, and from then
+on its sources are ignored, whether or not they get deleted.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from typing import BinaryIO
 SEGMENT_BYTES = 2 * 2**20
 """Size at which a file is sealed."""
 PER_LEVEL = 4
-"""Most sealed segments of one age."""
+"""Largest number of sealed segments of one level."""
 _IN_MEMORY = 2**16
 _PATIENCE = 1000
 ALWAYS_KEPT = frozenset({b"start", b"rescale", b"fault"})
-"""Events that never fall out of the log."""
+"""Kinds of events that are never dropped from the log."""
 
 WRITER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
-"""What a writer may be called; no `@`, which begins the numbers."""
+"""Allowed names of writers; no `@`, which separates the numbers."""
 _NAME = re.compile(rf"events-({WRITER.pattern})(?:@([0-9]{{6,}})-([0-9]{{6,}}))?\.jsonl")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Segment:
-    """One sealed file, which nobody writes to any more."""
+    """One sealed file, which is no longer written."""
 
     first: int
-    """The lowest number that it covers."""
+    """Lowest number that it covers."""
     last: int
-    """The highest one."""
+    """Highest number that it covers."""
     path: Path
-    """Where it is."""
+    """Path of the file."""
 
     @property
     def level(self) -> int:
-        """How often its lines were halved."""
+        """Number of times its lines were halved."""
         return (self.last - self.first + 1).bit_length() - 1
 
 
@@ -57,15 +57,15 @@ class Files:
     """The files of one writer, oldest first."""
 
     current: Path
-    """The file that is being written; it may not exist at the moment."""
+    """The file that is being written; it may be missing for a moment."""
     sealed: tuple[Segment, ...]
-    """The segments that count."""
+    """The valid segments."""
     covered: tuple[Segment, ...] = ()
-    """Those that do not: they are merged into another."""
+    """Segments that were merged into another one, and are ignored."""
 
     @property
     def number(self) -> int:
-        """Under which number the current file will be sealed."""
+        """Number under which the current file will be sealed."""
         return self.sealed[-1].last + 1 if self.sealed else 0
 
 
@@ -80,9 +80,9 @@ def sealed_path(directory: Path, writer: str, first: int, last: int) -> Path:
 
 
 def list_files(directory: Path) -> dict[str, Files]:
-    """The files of each writer in the directory, by the writer's name.
+    """The files of each writer in the directory, by name of the writer.
 
-    There are none where there is no directory.
+    Empty if the directory does not exist.
     """
     sealed: dict[str, list[Segment]] = {}
     try:
@@ -104,7 +104,7 @@ def list_files(directory: Path) -> dict[str, Files]:
 
 
 def _resolve(segments: Iterable[Segment]) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
-    """Those that count, in order, and those that another one covers."""
+    """The valid segments in order, and those covered by another one."""
     sealed: list[Segment] = []
     covered: list[Segment] = []
     for segment in sorted(segments, key=lambda s: (s.first, -s.last)):
@@ -114,11 +114,10 @@ def _resolve(segments: Iterable[Segment]) -> tuple[tuple[Segment, ...], tuple[Se
 
 
 def thin(lines: Iterable[bytes], rare: int) -> list[bytes]:
-    """Every second line of each kind of event, beginning with the first.
+    """Every second line of each kind of event, starting with the first.
 
-    A kind that is always kept stays whole, and so does one that takes less than `rare` bytes: the
-    results of evaluations are few, and outlast the steps around them. So do lines whose kind
-    cannot be seen.
+    Kinds in `ALWAYS_KEPT` stay complete, and so do kinds with less than `rare` bytes: results of
+    evaluations are few, and outlast the steps around them. Lines of unknown kind are kept too.
     """
     kinds = [(_kind(line), line) for line in lines]
     sizes: dict[bytes, int] = {}
@@ -135,8 +134,8 @@ def thin(lines: Iterable[bytes], rare: int) -> list[bytes]:
 
 
 def _kind(line: bytes) -> bytes:
-    # The text begins with {"version":1,"event":"step", as our own writer leaves it. Parsing it
-    # would cost fifty times as much.
+    # `EventLog` begins each line with {"version":1,"event":"step". Parsing it would take fifty
+    # times as long.
     parts = line.split(b'"', 6)
     if len(parts) == 7 and parts[1] == b"version" and parts[3] == b"event":
         return parts[5]
@@ -144,9 +143,9 @@ def _kind(line: bytes) -> bytes:
 
 
 def merge(older: Segment, newer: Segment, path: Path, *, rare: int) -> None:
-    """Makes one segment of half the lines out of two, at `path`, and deletes the two.
+    """Merge two segments into one with half of the lines, at `path`, and delete the two.
 
-    Whenever it is interrupted, the segments that count have each line once.
+    Whenever it is interrupted, the valid segments contain each line once.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     text = older.path.read_bytes() + newer.path.read_bytes()
@@ -158,14 +157,14 @@ def merge(older: Segment, newer: Segment, path: Path, *, rare: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    # The name has to be on the disk before the sources are not.
+    # The new name must be on disk before the sources are deleted.
     sync_directory(path.parent)
     older.path.unlink(missing_ok=True)
     newer.path.unlink(missing_ok=True)
 
 
-def sync_directory(directory: Path) -> None:
-    """Makes the names in the directory survive a loss of power."""
+def sync_directory(directory: str | Path) -> None:
+    """Sync the directory, so that its file names survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -174,7 +173,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def mergeable(sealed: Iterable[Segment], most: int = PER_LEVEL) -> tuple[Segment, Segment] | None:
-    """The two oldest neighbours of a level that has more than `most` segments, if there is one."""
+    """The two oldest neighbours of a level with more than `most` segments, if there is one."""
     levels: dict[int, list[Segment]] = {}
     segments = list(sealed)
     for segment in segments:
@@ -183,8 +182,8 @@ def mergeable(sealed: Iterable[Segment], most: int = PER_LEVEL) -> tuple[Segment
         if len(levels[level]) <= most:
             continue
         for older, newer in pairwise(segments):
-            # Neighbours only: a range must not span a segment of another level, as it could
-            # where somebody has deleted files.
+            # Neighbours only: a range must not span a segment of another level, which could happen
+            # if files were deleted.
             if older.level == newer.level == level:
                 return older, newer
     return None
@@ -195,30 +194,30 @@ class Part:
     """One open file of a snapshot."""
 
     file: BinaryIO
-    """What to read from."""
+    """The open file."""
     name: str
     """Name of the file."""
     first: int
-    """The lowest number that it covers; the file that is being written, the one it will get."""
+    """Lowest number that it covers; for the file being written, its future number."""
     last: int
-    """The highest one."""
+    """Highest number that it covers."""
     is_sealed: bool
-    """Whether nobody writes to it any more."""
+    """Whether it is no longer written."""
     identity: tuple[int, int]
     """Device and inode."""
 
 
 class Snapshot:
-    """The files of one writer, all open, and such that none overlaps or is missing.
+    """The files of one writer, all open, complete and without overlap.
 
-    What is open stays readable when the writer merges it away. Segments whose numbers are all below
+    Open files stay readable when the writer merges them. Segments whose numbers are all below
     `since` are left out.
     """
 
     def __init__(self, directory: Path, writer: str, *, since: int = 0) -> None:
         self.parts: list[Part] = []
         self.number = 0
-        """Under which number the current file will be sealed."""
+        """Number under which the current file will be sealed."""
         for _ in range(_PATIENCE):
             if self._take(directory, writer, since):
                 return
@@ -227,7 +226,7 @@ class Snapshot:
 
     def _take(self, directory: Path, writer: str, since: int) -> bool:
         # The current file first. If it still has that name after the others were opened, nothing
-        # was sealed meanwhile, so the list of the others was whole.
+        # was sealed in between, so the list of the others was complete.
         path = current_path(directory, writer)
         current = _open(path)
         try:
@@ -252,7 +251,7 @@ class Snapshot:
         status = os.fstat(file.fileno())
         identity = (status.st_dev, status.st_ino)
         if status.st_size <= _IN_MEMORY:
-            # A job of many hosts has a short file of each, more than a process may hold open.
+            # A job on many hosts has a short file from each, more than a process may keep open.
             with file:
                 file = io.BytesIO(file.read())
         self.parts.append(

@@ -1,8 +1,7 @@
-"""`Status`: where a run is right now, from its events as they come.
+"""`Status`: the current state of a run, updated from its events.
 
-It is fed with each event once and keeps what a person wants to see: the last of everything, the
-rates of the recent past, and a few short histories. A run of ten million steps takes no more memory
-than one of a thousand.
+It receives each event once and keeps the latest values, recent rates and a few short histories. A
+run of ten million steps takes no more memory than one of a thousand.
 """
 
 from __future__ import annotations
@@ -18,55 +17,57 @@ from resilin.core import events
 from resilin.telemetry.history import History
 
 RECENT = 30.0
-"""Seconds of the past that rates are taken from."""
+"""Window for rates, in seconds."""
 SILENT = 20.0
-"""Seconds without an event after which a run is called silent."""
+"""Seconds without an event after which a run counts as silent."""
 _ELSEWHERE = {"generation", "loss", "metrics", "sqr_norm", "trace"}
 NOTED = 64
-"""How many of the last events are kept: so many marks, and so many others."""
+"""Number of latest events that are kept: of marks, and of other events."""
 
 State = Literal["waiting", "running", "silent", "finished"]
-"""How a run is: `waiting` has no event yet, `silent` had none lately."""
+"""State of a run: `waiting` has no event yet, `silent` had none recently."""
 
 
 class Status:
-    """What is known of a run so far.
+    """The state of a run so far.
+
+    Many attributes: one per row of the live view.
 
     Args:
-        name: What the run is called.
+        name: Name of the run.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        """What the run is called."""
+        """Name of the run."""
         self.began: float | None = None
         """Time of the first event."""
         self.last: float | None = None
         """Time of the last event."""
         self.start: events.StartEvent | None = None
-        """What the last generation said when it began."""
+        """Start of the latest generation."""
         self.step: events.StepEvent | None = None
-        """The last step that was told of."""
+        """The latest reported step."""
         self.generation = 0
-        """The last generation."""
+        """The latest generation."""
         self.at_risk: int | None = None
-        """Completed steps that a lost worker costs at most, if the job has told."""
+        """Largest number of completed steps that a lost worker can cost, if reported."""
         self.loss: float | None = None
-        """The last loss that was recorded."""
+        """The latest recorded loss."""
         self.metrics: dict[str, float] = {}
-        """The last value of whatever else was recorded."""
+        """The latest value of every other metric."""
         self.noted: deque[events.Event] = deque(maxlen=NOTED)
         """The last decisions and checkpoints, oldest first."""
         self.marks: deque[events.Event] = deque(maxlen=NOTED)
         """The last rescales and faults, oldest first."""
         self.counts: dict[str, int] = {}
-        """How many events of each kind there were."""
+        """Number of events of each kind."""
         self.batch, self.goodput_history, self.losses = History(), History(), History()
         self._recent: deque[events.StepEvent] = deque(maxlen=4096)
         self._finished = False
 
     def take(self, told: Iterable[events.Event]) -> None:
-        """Takes in events, in the order in which they happened."""
+        """Add events, in the order in which they happened."""
         for event in told:
             self.began = event.time if self.began is None else min(self.began, event.time)
             self.last = event.time if self.last is None else max(self.last, event.time)
@@ -78,7 +79,7 @@ class Status:
                 self._record(event.time, event.values)
             elif isinstance(event, events.StartEvent):
                 if self.start is not None and events.begins_anew(event):
-                    # Another job in the same directory: what was before does not concern it.
+                    # Another job in the same directory: earlier events do not belong to it.
                     Status.__init__(self, self.name)
                     self.began = self.last = event.time
                     self.counts[event.name] = 1
@@ -92,7 +93,7 @@ class Status:
                 self.marks.append(event)
             elif not isinstance(event, events.UnknownEvent):
                 if _keeps(event) and self.noted and _keeps(self.noted[-1]):
-                    self.noted.pop()  # of a row of decisions to keep the batch, the last one counts
+                    self.noted.pop()  # of consecutive decisions to keep the batch, show the last
                 self.noted.append(event)
 
     def _take_step(self, event: events.StepEvent) -> None:
@@ -100,7 +101,7 @@ class Status:
         if before is not None and (
             event.generation != before.generation or event.progress < before.progress
         ):
-            self._recent.clear()  # it went on from another state: no rate across that
+            self._recent.clear()  # the job resumed from another state: no rate across that
         self._recent.append(event)
         while len(self._recent) > 2 and event.time - self._recent[1].time >= RECENT:
             self._recent.popleft()
@@ -126,20 +127,19 @@ class Status:
         return number(epoch + 1) * start.steps_per_epoch >= start.total_steps * (1 - 1e-9)
 
     def last_events(self, num: int) -> list[events.Event]:
-        """The last events that are no steps, oldest first.
+        """The latest events except steps, oldest first.
 
-        Decisions come often. They leave half of the room to rescales and faults, if there were
-        that many.
+        Decisions are frequent; up to half of the events are reserved for rescales and faults.
         """
         room = max(num - len(self.marks), num // 2)
         noted = list(self.noted)[max(0, len(self.noted) - room) :]
         marks = list(self.marks)[max(0, len(self.marks) - num + len(noted)) :]
         return sorted([*marks, *noted], key=lambda event: event.time)
 
-    # What follows from it ------------------------------------------------------------------
+    # Derived values ------------------------------------------------------------------------
 
     def state(self, now: float) -> State:
-        """How the run is at this time."""
+        """State of the run at this time."""
         if self.last is None:
             return "waiting"
         if self._finished:
@@ -149,7 +149,7 @@ class Status:
 
     @property
     def steps_done(self) -> float | None:
-        """Reference steps done, by the clock that the length of the run is measured by."""
+        """Completed reference steps, by the clock in which the length of the run is given."""
         if self.step is None:
             return None
         if self.start is not None and self.start.reference and self.start.clock != "progress":
@@ -158,7 +158,7 @@ class Status:
 
     @property
     def fraction(self) -> float | None:
-        """The part of the run that is done, from 0 to 1; None if its length is unknown."""
+        """The completed part of the run, from 0 to 1; None if its length is unknown."""
         done, total = self.steps_done, self.start.total_steps if self.start else None
         if done is None or not total:
             return None
@@ -166,7 +166,7 @@ class Status:
 
     @property
     def seconds_left(self) -> float | None:
-        """Time to the end at the recent rate; None if it is unknown."""
+        """Remaining seconds at the recent rate; None if unknown."""
         done, total = self.steps_done, self.start.total_steps if self.start else None
         if done is None or not total or self._finished:
             return None
@@ -179,7 +179,7 @@ class Status:
 
     @property
     def goodput(self) -> float | None:
-        """Reference samples per second in the recent past."""
+        """Recent reference samples per second."""
         rate = self._rate("progress")
         if rate is None or self.start is None or not self.start.reference:
             return None
@@ -187,7 +187,7 @@ class Status:
 
     @property
     def throughput(self) -> float | None:
-        """Samples per second in the recent past."""
+        """Recent samples per second."""
         return self._rate("samples")
 
     def _rate(self, field: str) -> float | None:
@@ -210,7 +210,7 @@ class Status:
         return None if self.step is None else self.step.noise_scale
 
     def as_dict(self, now: float) -> dict[str, Any]:
-        """All of it as JSON values; what is unknown or not finite is None."""
+        """All values for JSON; unknown and non-finite numbers are None."""
         start, step = self.start, self.step
         told = ("script", "rule", "optimizer", "reference", "hosts", "total_steps", "replays")
         made = [field.name for field in fields(events.StepEvent) if field.name not in _ELSEWHERE]

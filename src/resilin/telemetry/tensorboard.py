@@ -1,7 +1,7 @@
-"""`TensorBoard`: writes events with a SummaryWriter that the script has.
+"""`TensorBoard`: write events with a SummaryWriter of the script.
 
-Torch's writer and that of tensorboardX take the same calls. Curves are drawn over optimizer steps,
-and carry the time at which the step was made; what is said in words is on the page of texts.
+The writers of torch and tensorboardX have the same interface. Curves are drawn over optimizer
+steps, and carry the time of the step; descriptions are on the page of texts.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from resilin.core.events import Event
 from resilin.telemetry.scalars import scalars, words
 
 PREFIX = "resilin/"
-"""What the names begin with, unless another prefix is given."""
+"""Default prefix of the names."""
 
 
 class SummaryWriter(Protocol):
-    """What is needed of a writer."""
+    """The interface required of a writer."""
 
     def add_scalar(
         self,
@@ -53,8 +53,8 @@ def write_scalars(
     Args:
         writer: A SummaryWriter, of torch or tensorboardX.
         values: Numbers by name.
-        step: Where they are on the axis.
-        prefix: What the tags begin with.
+        step: Their position on the axis.
+        prefix: Prefix of the tags.
         time: Unix time of the step; the current one if None.
     """
     for name, number in values.items():
@@ -62,11 +62,11 @@ def write_scalars(
 
 
 class TensorBoard:
-    """A sink that writes with a SummaryWriter. Opening and closing it stays with the script.
+    """A sink that writes with a SummaryWriter. The script opens and closes it.
 
     Args:
         writer: A SummaryWriter, of torch or tensorboardX.
-        prefix: What the tags begin with.
+        prefix: Prefix of the tags.
 
     Raises:
         ValueError: There is no writer.
@@ -81,7 +81,7 @@ class TensorBoard:
         self._prefix = prefix
 
     def __call__(self, event: Event) -> None:
-        """Writes the numbers of the event, and what it says in words."""
+        """Write the numbers of the event and its description."""
         write_scalars(self._writer, scalars(event), event.step, self._prefix, time=event.time)
         text = words(event)
         if text is not None:

@@ -1,8 +1,8 @@
-"""The picture that `resilin top` shows: one screen about one run.
+"""The screen of `resilin top`: one run at one moment.
 
-A `View` is a rich renderable of a `Status` at one moment. It fits a terminal of 80 by 24, and what
-a larger one offers goes to histories and events. Whatever others wrote (names, reasons, details) is
-shown as plain text: neither markup nor control characters of theirs have any effect.
+A `View` is a rich renderable of a `Status`. It fits a terminal of 80 by 24; additional space is
+used for histories and events. Text from elsewhere (names, reasons, details) is shown as plain text:
+markup and control characters in it have no effect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from resilin.telemetry.wording import ago, amount, describe, extent, span
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 """Eighths of a character, for histories."""
 ASCII_BLOCKS = "_.-=+*%#"
-"""What stands for them where only ASCII can be shown."""
+"""Replacements for terminals that can only show ASCII."""
 
 _STATE_STYLES: dict[State, str] = {
     "waiting": "yellow",
@@ -40,10 +40,10 @@ class View:
     """A run on one screen.
 
     Args:
-        status: What is known of it.
-        now: The time, which relative times refer to.
-        height: Lines that there are; None shows a fixed number of events.
-        note: Shown at the bottom, such as how many lines could not be read.
+        status: State of the run.
+        now: The current time, which relative times refer to.
+        height: Lines of the terminal; None shows a fixed number of events.
+        note: Text at the bottom, such as the number of unreadable lines.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class View:
         self._note = note
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draws it for this console."""
+        """Render the view for this console."""
         status, width, ascii_only = self._status, options.max_width, options.ascii_only
         overflow: OverflowMethod = "crop" if ascii_only else "ellipsis"
         rule = Rule(characters="-" if ascii_only else "\u2500", style="dim")
@@ -138,7 +138,7 @@ class View:
         grid = Table.grid(expand=True, padding=(0, 1))
         grid.add_column(width=13, no_wrap=True)
         if fraction is None or start is None or start.total_steps is None:
-            words = f"{amount(done)} reference steps, of an unknown number"
+            words = f"{amount(done)} reference steps of an unknown total"
             grid.add_column()
             grid.add_row(Text("progress", "dim"), Text(words))
             return grid
@@ -202,14 +202,14 @@ class View:
 
 
 def sparkline(values: Sequence[float], blocks: str = BLOCKS) -> str:
-    """A row of characters as high as the values."""
+    """A row of block characters whose heights follow the values."""
     if not values:
         return ""
     low, high = min(values), max(values)
     if low == high:
         return blocks[0] * len(values)
     top = len(blocks) - 1
-    # Halves: the range of huge values of both signs is no float.
+    # Halves, because the range of huge values of both signs can exceed the largest float.
     heights = ((value / 2 - low / 2) / (high / 2 - low / 2) for value in values)
     return "".join(blocks[round(top * height)] for height in heights)
 
@@ -217,7 +217,7 @@ def sparkline(values: Sequence[float], blocks: str = BLOCKS) -> str:
 def _what(status: Status) -> str:
     start = status.start
     if start is None:
-        return "what is trained has not been told yet"
+        return "the job has not reported its script yet"
     parts = [start.script or "?", f"{start.optimizer}, {start.rule}"]
     if start.replays:
         parts.append(f"replays {start.replays}")
@@ -233,7 +233,7 @@ def _replicas(status: Status, replicas: int | None) -> str:
 
 
 def _at_risk(steps: int | None) -> str:
-    """What the sudden death of a worker would cost."""
+    """The cost of a lost worker, as text."""
     if not steps:
         return "-" if steps is None else "no completed step"
     return f"{amount(steps)} completed step{'s' if steps > 1 else ''}"

@@ -1,11 +1,10 @@
-"""`WandB`: logs events to a run of Weights & Biases that the script has.
+"""`WandB`: log events to a Weights & Biases run of the script.
 
-A run of W&B has one counter of rows, which it calls its step, and drops whatever is logged for a
-row behind it. So a sink that simply logs can push the counter past the steps that the script
-itself logs for, and the script's numbers are lost. Here rows are numbered by the script. The
-numbers of an event join the row that is open, under a step metric of their own over which W&B
-draws them; a row that holds an earlier event is closed first, and only as long as W&B's counter
-stays behind the optimizer steps of the job.
+A W&B run has one counter of rows, which it calls its step, and drops values that are logged for an
+earlier row. So a sink that simply logs can push the counter past the steps that the script itself
+logs, and the script's numbers are lost. Here the script numbers the rows. The numbers of an event
+are added to the open row, with a separate step metric for their axis. A row that already holds an
+event is closed first, but only while W&B's counter stays below the optimizer steps of the job.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class WandB:
-    """A sink that logs to a W&B run. Starting and finishing the run stays with the script.
+    """A sink that logs to a W&B run. The script starts and finishes the run.
 
     Args:
-        run: What `wandb.init` returned.
-        prefix: What the names begin with.
-        rows: Whether the sink closes rows of its own. A script that gives `run.log` a `step` which
-            counts something slower than optimizer steps, such as epochs, says False; then only
-            those events are kept that are the last before a row of the script's. So does one whose
-            run is in shared mode, which has no such rows.
+        run: The return value of `wandb.init`.
+        prefix: Prefix of the names.
+        rows: Whether the sink closes rows itself. Set it to False if the script passes `run.log` a
+            `step` that counts something slower than optimizer steps, such as epochs; then only the
+            last event before each row of the script is kept. Also set it to False for a run in
+            shared mode, which has no such rows.
 
     Raises:
         ValueError: There is no run.
@@ -37,7 +36,7 @@ class WandB:
 
     def __init__(self, run: Run | None, prefix: str = "resilin/", *, rows: bool = True) -> None:
         if run is None:
-            raise ValueError("run is None: call wandb.init() and pass what it returns")
+            raise ValueError("run is None: call wandb.init() and pass its return value")
         self._run = run
         self._prefix = prefix
         self._rows = rows
@@ -47,7 +46,7 @@ class WandB:
         run.define_metric(f"{prefix}*", step_metric=self._step)
 
     def __call__(self, event: Event) -> None:
-        """Logs the numbers of the event, and what it says in words."""
+        """Log the numbers of the event and its description."""
         values: dict[str, float | str] = dict(scalars(event))
         text = words(event)
         if text is not None:

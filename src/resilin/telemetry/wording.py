@@ -1,4 +1,4 @@
-"""How numbers and events are written for people: as short as they may be."""
+"""Short texts for numbers, durations and events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def span(seconds: float | None) -> str:
 
 
 def ago(seconds: float) -> str:
-    """How long something is past, in its largest unit: `12 s ago`, `4 min ago`, `3 h ago`."""
+    """The age of something in its largest unit: `12 s ago`, `4 min ago`, `3 h ago`."""
     if not math.isfinite(seconds):
         return "-"
     for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
@@ -42,7 +42,7 @@ def ago(seconds: float) -> str:
 
 
 def amount(value: float | None, digits: int = 4) -> str:
-    """A number with as many digits as one takes in: `12,345`, `1.235M`, `0.5`; `-` for unknown.
+    """A number with few digits: `12,345`, `1.235M`, `0.5`; `-` for unknown.
 
     Args:
         value: The number. None and NaN are unknown.
@@ -72,11 +72,11 @@ def extent(values: Iterable[float]) -> str:
 
 
 def describe(event: events.Event) -> str:
-    """What happened, in one sentence. Steps, epochs and metrics have none."""
+    """Description of an event in one sentence. Empty for steps, epochs and metrics."""
     if isinstance(event, events.RescaleEvent):
         change = f"{event.replicas_before} -> {event.replicas} replicas"
         if event.replicas_before == event.replicas:
-            change = f"again with {event.replicas} replica" + "s" * (event.replicas != 1)
+            change = f"restarted with {event.replicas} replica" + "s" * (event.replicas != 1)
         pause = "" if event.seconds is None else f" after {span(event.seconds)}"
         return f"{change}{pause}: {event.reason}"
     if isinstance(event, events.FaultEvent):
@@ -95,7 +95,7 @@ def describe(event: events.Event) -> str:
 
 
 def _float(value: float | None) -> float:
-    """A float; NaN for None, and infinity for whole numbers beyond all floats, as JSON has them."""
+    """A float; NaN for None, and infinity for integers that are too large."""
     try:
         return math.nan if value is None else float(value)
     except OverflowError:

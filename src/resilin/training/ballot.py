@@ -1,26 +1,72 @@
-"""`Ballot`: what replicas tell each other in a step, as numbers that are summed with its gradient.
+"""`Ballot`: what replicas agree on in a step, as numbers that are summed with its gradient.
 
-Whoever needs the others' word (stop now, save now, a larger batch) votes in each step, so that all
-replicas decide the same thing behind the same step, and nothing has to be sent for it alone.
+One small reduction per step carries it all: the weights and the noise of the gradient (`Head`), and
+what voters have to say (stop now, save now, a larger batch). So all replicas decide the same thing
+after the same step, and nothing has to be sent for it alone.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 
 class Voter(Protocol):
-    """Who has something to say in the ballot of each step, and acts on what all have said."""
+    """Takes part in the ballot of each step, and acts on its outcome."""
 
     def votes(self) -> tuple[float, ...]:
-        """What this replica says: as many numbers as the other replicas do."""
+        """Numbers of this replica: as many as the other replicas have."""
         ...
 
     def counted(self, votes: tuple[float, ...]) -> None:
-        """What all replicas together have said in the ballot of a step: the sums."""
+        """Takes the sums of these numbers over all replicas."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """One replica's part of a step, in numbers, or the sums over all replicas."""
+
+    weight: float
+    """Weight of its micro-batches that had a backward pass."""
+    samples: float
+    """Samples in them."""
+    gradients: float
+    """Gradients that were measured separately: where replicas are compared, 1 if it has any."""
+    seconds: float
+    """Time that measuring takes."""
+    step_seconds: float
+    """Usual duration of a step."""
+    steps: float
+    """Steps made so far."""
+    divisor: float
+    """Total weight that its gradient was divided by."""
+    skips: float
+    """1 if it left the step without the backward pass of its last micro-batch."""
+    changes: float
+    """1 if it has other trained parameters than in the step before."""
+    signature: float
+    """Hash of the parameters it trains."""
+
+
+_NAMES = tuple(field.name for field in fields(Head))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """A ballot that all replicas have added up."""
+
+    head: Head
+    votes: tuple[float, ...]
+    """Votes of all voters, one after another."""
+    terms: tuple[float, ...]
+    """Weighted squared norms of the measured gradients, per parameter group."""
 
 
 class Ballot:
@@ -32,19 +78,99 @@ class Ballot:
 
     def __init__(self, voters: Sequence[Voter]) -> None:
         self._voters = voters
-        self._cast: list[tuple[Voter, int]] = []
+        self.forget()
 
-    def cast(self) -> tuple[float, ...]:
-        """What all voters of this replica say."""
+    def forget(self) -> None:
+        """Forgets the ballot of a step that is over."""
+        self._cast: list[tuple[Voter, int]] = []
+        self._head: Head | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._work: dist.Work | None = None
+        self._sums: Sums | None = None
+        self.sent: Tensor | None = None
+        """Numbers that were sent to other replicas in this step, if any were."""
+
+    def send(self, head: Head, terms: Tensor | None, group: dist.ProcessGroup | None) -> None:
+        """Sends the ballot of this replica. It does not wait for the others.
+
+        Args:
+            head: This replica's part of the step.
+            terms: Weighted squared norms per parameter group, on the device that collectives need;
+                None only if there is no other replica, and nothing was measured.
+            group: The replicas; None if there is only this one.
+        """
         votes = [(voter, voter.votes()) for voter in self._voters]
         self._cast = [(voter, len(said)) for voter, said in votes]
-        return tuple(itertools.chain.from_iterable(said for _, said in votes))
+        numbers = tuple(itertools.chain.from_iterable(said for _, said in votes))
+        self._head, self._group = head, group
+        if group is None:
+            known = () if terms is None else tuple(terms.tolist())
+            self._sums = Sums(head=head, votes=numbers, terms=known)
+            return
+        assert terms is not None
+        own = [getattr(head, name) for name in _NAMES]
+        own.extend(numbers)
+        packed = torch.tensor(own, dtype=torch.float64, device=terms.device)
+        self.sent = torch.cat([packed, terms])
+        self._work = dist.all_reduce(self.sent, group=group, async_op=True)
 
-    def count(self, sums: Iterable[float]) -> None:
-        """Tells those who voted, and are still there, what came of it."""
-        rest = iter(sums)
-        for voter, num in self._cast:
+    def sums(self) -> Sums:
+        """Waits for the ballots of all replicas.
+
+        Raises:
+            RuntimeError: Replicas do not make the same step.
+        """
+        if self._sums is None:
+            assert self._work is not None
+            assert self._head is not None
+            assert self.sent is not None
+            self._work.wait()
+            numbers: list[float] = self.sent.tolist()
+            length, num_votes = len(_NAMES), sum(num for _, num in self._cast)
+            self._sums = Sums(
+                head=Head(**dict(zip(_NAMES, numbers, strict=False))),
+                votes=tuple(numbers[length : length + num_votes]),
+                terms=tuple(numbers[length + num_votes :]),
+            )
+            check(self._head, self._sums.head, dist.get_world_size(self._group))
+        return self._sums
+
+    def count(self) -> None:
+        """Tells those who voted, and are still there, the sums; once per ballot."""
+        cast, self._cast = self._cast, []
+        if self._sums is None:
+            return
+        rest = iter(self._sums.votes)
+        for voter, num in cast:
             said = tuple(itertools.islice(rest, num))
             if voter in self._voters:
                 voter.counted(said)
-        self._cast = []
+
+
+def check(own: Head, sums: Head, replicas: int) -> None:
+    """Refuses a step that replicas do not make alike.
+
+    Raises:
+        RuntimeError: They are at different steps, train different parameters, or have different
+            totals of the weights.
+    """
+    if sums.steps != replicas * own.steps:
+        raise RuntimeError(
+            f"replicas are not in the same step: this one has made {own.steps:.0f} steps, the mean "
+            f"over all {replicas} is {sums.steps / replicas:g}; each replica has to make, or to "
+            "leave, the same steps"
+        )
+    if sums.signature != replicas * own.signature or 0 < sums.changes < replicas:
+        state = "has changed" if own.changes else "has not changed"
+        raise RuntimeError(
+            f"requires_grad differs between replicas: {sums.changes:.0f} of {replicas} have frozen "
+            f"or unfrozen parameters since the last step, and this replica {state} any; all "
+            "replicas have to change requires_grad of the same parameters between the same steps"
+        )
+    apart = abs(sums.divisor - replicas * own.divisor) > 1e-9 * abs(sums.divisor)
+    if apart and not sums.skips and not sums.changes:
+        raise RuntimeError(
+            f"replicas divide by different total weights: this one by {own.divisor:g}, the mean "
+            f"over all is {sums.divisor / replicas:g}; surround the forward pass with "
+            "model.weight() on all replicas, or on none"
+        )

@@ -1,34 +1,33 @@
-"""`AdaptiveDataLoader`: the sample stream over a stock DataLoader.
+"""`AdaptiveDataLoader`: the sample stream over a stock DataLoader, as a script sees it.
 
-Each step owns the positions `[cursor, cursor + B)` of the stream, and this replica fetches those
-of them that are its own, in micro-batches that fit. The loop body never asks for a batch size, so
-a stale one cannot be used. The cursor moves when the step is committed, and not before.
+The loop body never asks for a batch size, so a stale one cannot be used. What happens in a pass
+over the data is in `passes`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from itertools import accumulate
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import IterableDataset
 
 from resilin.core import _validate
-from resilin.core.clock import Reference, step_scale
-from resilin.core.plan import BatchPlan
-from resilin.core.stream import TAILS, Ownership, SampleStream, Tail
-from resilin.training import iteration, steering
-from resilin.training.boundaries import begin_step, end_epoch, leave_out_pass, start
-from resilin.training.cursor import Cursor, former_name, refuse_other_data
-from resilin.training.fetching import Fetcher
-from resilin.training.iteration import Iteration
-from resilin.training.job import Job, MicroBatch, current_job
-from resilin.training.room import Room
-from resilin.training.sized import SizedLoader
-from resilin.training.sizes import BatchSizes
+from resilin.core.batches import Batches
+from resilin.core.clock import Reference
+from resilin.core.events import FaultEvent
+from resilin.core.noise import Noise
+from resilin.core.plan import BatchBounds, BatchPlan
+from resilin.core.stream import TAILS, SampleStream, Tail
+from resilin.engine import devices, overrides
+from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
+from resilin.training.job import Job, current_job
+from resilin.training.passes import Passes
+from resilin.training.sizing.autoscale import Autoscaler
+from resilin.training.sizing.batch_size import BatchSize, BatchSizes
+from resilin.training.sizing.context import SizingContext
+from resilin.training.sizing.memory_limit import LocalLimit
 
 _OWN = {
     "sampler": "the order is that of the sample stream",
@@ -36,7 +35,7 @@ _OWN = {
 }
 
 
-class AdaptiveDataLoader(SizedLoader):
+class AdaptiveDataLoader:
     """Loads each sample exactly once per epoch, at any batch size and any number of replicas.
 
     Use it as a DataLoader. `batch_size` is the global batch over all replicas that the learning
@@ -48,8 +47,9 @@ class AdaptiveDataLoader(SizedLoader):
     progress is made, which may take more samples than the dataset has; with other rules, and
     without an `AdaptiveDataParallel`, it is one pass over the data.
 
-    When the last batch of an epoch has fewer samples than there are replicas, some replicas train
-    on a sample that is not theirs, whose gradient counts nothing; `current_samples` is 0 then.
+    All replicas run the same number of micro-batches in a step of training. One that has fewer
+    samples than that, as in a last batch with fewer samples than replicas, also trains on a sample
+    that is not its own, whose gradient has weight 0; `current_samples` is 0 then.
 
     Args:
         dataset: Anything with `__len__` and `__getitem__`.
@@ -98,7 +98,7 @@ class AdaptiveDataLoader(SizedLoader):
                 raise ValueError(f"{name} cannot be honoured: {reason}; use seed= and shuffle=")
         if seed is None:
             generator = dataloader_kwargs.get("generator")
-            seed = generator.initial_seed() % 2**64 if generator else steering.seed() or 0
+            seed = generator.initial_seed() % 2**64 if generator else overrides.seed() or 0
         self.dataset = dataset
         self.batch_size = _validate.whole("batch_size", batch_size, at_least=1)
         """The reference batch."""
@@ -106,17 +106,18 @@ class AdaptiveDataLoader(SizedLoader):
             raise ValueError(f"drop_last (True) and tail ({tail!r}) contradict each other: say one")
         if len(dataset) == 0:
             raise ValueError("the dataset is empty: len(dataset) must be at least 1, and is 0")
-        self._tail: Tail = tail or ("drop" if drop_last else "short")
-        _validate.one_of("tail", self._tail, TAILS)
-        self._stream = SampleStream(
+        tail = tail or ("drop" if drop_last else "short")
+        _validate.one_of("tail", tail, TAILS)
+        stream = SampleStream(
             len(dataset),
             seed=seed,
             shuffle=shuffle,
             fingerprint=fingerprint or f"{type(dataset).__qualname__}[{len(dataset)}]",
         )
-        room: Room | None = None
+        self._batches = Batches(stream=stream, tail=tail, batch_size=self.batch_size)
+        limit: LocalLimit | None = None
         if max_local_bsz == "auto":
-            room = Room(memory_budget, start=max(1, self.batch_size // 8))
+            limit = LocalLimit(memory_budget, start=max(1, self.batch_size // 8))
             max_local_bsz = None
         elif memory_budget is not None:
             raise ValueError(
@@ -125,211 +126,61 @@ class AdaptiveDataLoader(SizedLoader):
             )
         if max_local_bsz is not None:
             _validate.whole("max_local_bsz", max_local_bsz, at_least=1)
-        super().__init__(self.batch_size, BatchSizes(self._reference(), max_local_bsz, room))
-        self._batch_weight = batch_weight
-        cursors = current_job().cursors
-        self._name = cursors.name(self._stream.fingerprint)
-        self._made_within = cursors.in_epoch
-        self._identity = object()
-        self._cursor = Cursor(self._name, self._stream)
-        self._joined: tuple[int, int, int] | None = None
-        self._owners = Ownership(0, self._engine.num_replicas)
-        self._moving: Iteration | None = None
-        self._fetcher = Fetcher(dataset, self._stream, self._cut, dataloader_kwargs)
+        self.job = current_job()
+        """The job that it belongs to: the one that was current when it was made."""
+        reference = self._batches.reference
+        self._sizes = BatchSizes(_sizing_context(self.job), reference, max_local_bsz, limit)
+        self._passes = Passes(
+            self.job, self._batches, self._sizes, batch_weight, dataset, dataloader_kwargs
+        )
 
     def example(self) -> Any:
         """A batch of one sample, to build a model with, such as one of lazy modules.
 
         It is fetched in this process, and is no part of the order: nothing is used up by it.
         """
-        return self._fetcher.one(0)
-
-    # Ahead of the step ---------------------------------------------------------------------
-
-    def _cut(self, position: int) -> tuple[list[range], int]:
-        """What a step at this position would be by the sizes of now, and where it would end."""
-        batch_size = self.current_batch_size
-        span = self._stream.batch(position, batch_size, tail=self._tail)
-        plan = self._split_plan(self._sizes.plan(len(span), batch_size), batch_size)
-        assert self._iteration is not None
-        owners = self._iteration.owners
-        mine = owners.positions(self._engine.replica, span)
-        sizes = plan.micro_batches(owners.slot(self._engine.replica, span.start))
-        ends = accumulate(sizes)
-        return [mine[end - size : end] for size, end in zip(sizes, ends, strict=True)], span.stop
-
-    def _split_plan(self, plan: BatchPlan, batch_size: int) -> BatchPlan:
-        """Splits a step of one replica in two if its noise is to be measured.
-
-        Losses that couple samples change with the split, so the reference batch is left whole
-        unless somebody needs its noise. No piece has one sample, unless the reference batch has.
-        """
-        model = current_job().model
-        samples = plan.global_batch_size
-        pieces = samples // 2 >= min(2, self.batch_size)
-        alone = plan.replicas == 1 and plan.steps == 1 and samples > 1
-        training = self._iteration is not None and self._iteration.training
-        if alone and pieces and training and model is not None:
-            scale = step_scale(samples, batch_size, self.batch_size)
-            if model.splits_next(scale):
-                return BatchPlan(samples, 1, max_local_bsz=-(-plan.batch_size // 2))
-        return plan
+        return self._passes.fetcher.one(0)
 
     # Iterating -----------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Reference steps in one epoch: what a plain DataLoader at `batch_size` would say."""
-        return int(-(-self._steps_per_epoch() // 1))
-
-    def _steps_per_epoch(self) -> float:
-        return self._stream.steps_per_epoch(self.batch_size, tail=self._tail)
-
-    def _reference_steps(self, cursor: int) -> float:
-        return self._stream.reference_steps(cursor, self.batch_size, tail=self._tail)
-
-    def _reference(self) -> Reference:
-        return Reference(self.batch_size, steps_per_epoch=self._steps_per_epoch() or None)
+        return int(-(-self._batches.steps_per_epoch // 1))
 
     def __iter__(self) -> Iterator[Any]:
-        job = current_job()
-        model = job.model
-        training = model is not None and model.training and torch.is_grad_enabled()
-        if training and not self._begin_pass(job):
-            return
-        current = self._begin_iteration(job, training=training)
-        outer, self._iteration = self._iteration, current
-        if current.moves:
-            self._moving = current
-        try:
-            yield from self._epoch(job, current)
-        finally:
-            iteration.end(job, current)
-            if self._iteration is current:
-                self._iteration = None if outer is None or outer.closed else outer
+        if self.job is not current_job():
+            # The model of another job would take its batches for those of a plain DataLoader.
+            raise RuntimeError(
+                "this AdaptiveDataLoader belongs to a job that reset_job() has ended: a loader and "
+                "the model that trains on it have to be of one job; make the loader again"
+            )
+        yield from self._passes.run(self)
 
-    def _begin_pass(self, job: Job) -> bool:
-        """Begins a pass that trains; whether there is anything to do in it."""
-        start(job)
-        self.take_part()
-        job.epoch_is_new = False
-        for other in [each for each in job.training_passes if each.loader is self]:
-            # It was left without being closed: by an exception that somebody keeps, for example.
-            iteration.end(job, other)
-        self._cursor.passes = self._cursor.passes.begin(job.epoch, iteration.positions(job))
-        if self._cursor.passes.left_out:
-            leave_out_pass(job)
-        return not self._cursor.passes.left_out
-
-    def _begin_iteration(self, job: Job, *, training: bool) -> Iteration:
-        stream = self._stream
-        evaluates = job.model is not None and not training
-        if evaluates:
-            # Apart from the cursor, and the same after a restart: it depends on the epoch alone.
-            position = job.epoch * stream.num_samples
-            owners = Ownership(0, self._engine.num_replicas)
-        else:
-            position = self._cursor.position
-            self._join_if_changed()
-            owners = self._owners
-        self._fetcher.expect(position)
-        # The epoch is that of the next batch: the cursor may stand before a tail to be dropped.
-        first = stream.batch(position, self.current_batch_size, tail=self._tail).start
-        current = Iteration(
-            loader=self,
-            name=self._name,
-            training=training,
-            moves=not evaluates,
-            began=job.clock,
-            owners=owners,
-            position=position,
-            data_end=(first // stream.num_samples + 1) * stream.num_samples,
-        )
-        if training:
-            until = None if self._by_progress() else current.data_end
-            self._cursor.passes = replace(self._cursor.passes, until=until)
-        iteration.begin(job, current)
-        return current
-
-    def _epoch(self, job: Job, current: Iteration) -> Iterator[Any]:
-        while not self._is_over(current, current.position):
-            if current.training:
-                begin_step(job, current)
-            if current.moves and self._join_if_changed():
-                current.owners = self._owners
-            batch_size = self.current_batch_size
-            span = self._stream.batch(current.position, batch_size, tail=self._tail)
-            yield from self._step(job, current, span, batch_size)
-            if current.closed:
-                raise RuntimeError(
-                    f"this iteration over {self._name!r} was asked for a batch after a later one "
-                    "over the same loader had begun: only one at a time can train"
-                )
-            if current.training:
-                for other in iteration.used_up(job, current):
-                    other.loader.commit()
-            self._advance(current, span.stop)
-        if current.moves and self._goal(current) is None:
-            # After a tail that was dropped.
-            self._advance(current, max(current.position, current.data_end))
-        self._sizes.pause()
-        if current.training:
-            passes = self._cursor.passes
-            self._cursor.passes = passes.end(current.enclosing, iteration.positions(job))
-            end_epoch(job, current)
-
-    def _advance(self, current: Iteration, position: int) -> None:
-        """Moves an iteration to the next step; also where its step was left out by the loop."""
-        current.position = position
-        if current.moves:
-            self._cursor.position = position
+    def reference_run(self) -> Reference:
+        """The run that the learning rate was tuned for: its batch, and its steps per epoch."""
+        return self._batches.reference
 
     def take_part(self) -> None:
         """Makes this the loader that trains: its state belongs to that of the job from now on.
 
-        Iterating over it does that by itself. A loop that has to know where it goes on, before it
+        Iterating over it does this automatically. A loop that needs the position before it
         begins, calls it earlier.
         """
-        job = current_job()
-        first = job.cursors.none_used
-        self._cursor = job.cursors.get(self._name, self._stream, job.epoch)
-        self._cursor.epoch = job.epoch
-        former: list[str | None] = []
-
-        def find(parts: Mapping[str, Any]) -> str | None:
-            former[:] = [former_name(self._name, self._stream, parts, job.cursors.made)]
-            if former[0] is None and first:
-                refuse_other_data(self._name, self._stream, parts, job.epoch, job.cursors.made)
-            return former[0]
-
-        def autoscaler_of(parts: Mapping[str, Any]) -> str | None:
-            name = f"{former[0]}/autoscale" if former and former[0] else None
-            return name if name in parts else None
-
-        job.registry.add(self._name, self._cursor, ages=False, former=find)
-        self._cursor.use(self._identity, self._stream, job.epoch, made_within=self._made_within)
-        self._sizes.take_part(
-            job,
-            f"{self._name}/autoscale",
-            self._cursor,
-            autoscaler_of,
-            made_within=self._made_within,
-        )
+        self._passes.take_part()
 
     @property
     def epochs_done(self) -> int:
         """Epochs that are over: the number, from 0, of the one that the next step belongs to."""
-        if self._by_progress():
-            return math.floor((current_job().clock.progress + 1e-6) / self._steps_per_epoch())
-        position = self._cursor.position
-        batch = self._stream.batch(position, self.current_batch_size, tail=self._tail)
-        return batch.start // self._stream.num_samples
+        if self._passes.by_progress:
+            return self._batches.epochs_of_progress(self.job.clock.progress)
+        return self._batches.epoch(self._passes.cursor.position, self.current_batch_size)
 
     def has_passed(self, epoch: int) -> bool:
         """Whether the job resumes after the last step of this epoch: its next pass is left out.
 
         For loops of frameworks that do more at the end of an epoch; call `take_part` before.
         """
-        passes = self._cursor.passes
+        passes = self._passes.cursor.passes
         return passes.epoch == epoch and passes.seen < passes.complete
 
     @property
@@ -338,107 +189,20 @@ class AdaptiveDataLoader(SizedLoader):
 
         For loops that have to know it before they ask for the next batch.
         """
-        current = self._iteration
-        return current is not None and self._is_over(current, current.span.stop)
-
-    def _is_over(self, epoch: Iteration, position: int) -> bool:
-        """Whether it ends at this position: by progress if there is a goal, else by the data.
-
-        A tail that is to be dropped belongs to no batch of this epoch.
-        """
-        goal = self._goal(epoch)
-        if goal is not None:
-            return current_job().clock.progress >= goal - 1e-6
-        if position >= epoch.data_end:
-            return True
-        span = self._stream.batch(position, self.current_batch_size, tail=self._tail)
-        return span.start >= epoch.data_end
-
-    def _goal(self, epoch: Iteration) -> float | None:
-        """The progress at which the epoch ends; None if its data say that."""
-        # A step that the model committed makes this the training loader; its rule says whether
-        # an epoch is measured by the data or by progress.
-        if current_job().clock.steps <= epoch.began.steps or not self._by_progress():
-            return None
-        per_epoch = self._steps_per_epoch()
-        return (math.floor((epoch.began.progress + 1e-6) / per_epoch) + 1) * per_epoch
-
-    def _by_progress(self) -> bool:
-        model = current_job().model
-        return model is not None and model.rule.clock == "progress"
-
-    def _step(self, job: Job, current: Iteration, span: range, batch_size: int) -> Iterator[Any]:
-        training, self._iteration = current.training, current
-        if training:
-            job.reference = self._reference()
-        plan = current.plan = self._sizes.plan(len(span), batch_size)
-        self._sizes.begin_step(plan, whole=training and len(span) == batch_size)
-        limit = self._split_plan(plan, batch_size).batch_size
-        mine = current.owners.positions(self._engine.replica, span)
-        steps = self._reference_steps(span.stop) - self._reference_steps(current.position)
-        common: dict[str, Any] = {
-            "samples": len(span),
-            "scale": step_scale(len(span), batch_size, self.batch_size),
-            "sample_steps": steps,
-        }
-        current.span = span
-        if not mine and training:
-            batch = self._fetcher.one(span.start)
-            yield self._hand_out(job, current, batch, 0, index=0, last=True, **common)
-        index, rest = 0, mine
-        while rest:
-            room = self._sizes.room if training else None
-            most = limit if room is None else min(limit, room.limit)
-            batch, count = self._fetcher.take(rest, most, behind=span.stop)
-            rest = rest[count:]
-            yield self._hand_out(job, current, batch, count, index=index, last=not rest, **common)
-            index += 1
-            if self._failed is not None:
-                # This replica's part of the step, once more and in smaller pieces.
-                limit, self._failed = max(1, count // 2), None
-                index, rest = 0, mine
-        if job.model is None:
-            self._sizes.count_step(**common)
-
-    def _hand_out(self, job: Job, current: Iteration, batch: Any, count: int, **facts: Any) -> Any:
-        weight, total = float(count), float(facts["samples"])
-        if self._batch_weight is not None:
-            weight = float(self._batch_weight(batch)) if count else 0.0
-        self._current_samples = count
-        micro_batch = MicroBatch(
-            weight=weight,
-            total_weight=total if self._batch_weight is None else None,
-            count=count,
-            training=current.moves,
-            **facts,
-        )
-        iteration.hand_out(job, current, micro_batch)
-        return batch
+        current = self._passes.iteration
+        return current is not None and self._passes.is_over(current, current.span.stop)
 
     def commit(self) -> None:
-        """Moves the cursor to the end of the current step; called when that is committed."""
-        if self._moving is not None:
-            self._advance(self._moving, self._moving.span.stop)
+        """Moves the cursor past the step that was handed out last.
 
-    # Membership and state ------------------------------------------------------------------
-
-    def _join_if_changed(self) -> bool:
-        """Takes the positions of this replica, if the replicas have changed.
-
-        Returns:
-            Whether they have.
+        Committing a step does this automatically. A loop without an `AdaptiveDataParallel` calls it
+        before it takes the state.
         """
-        present = (self._engine.num_replicas, self._engine.replica, self._cursor.num_loads)
-        if self._joined == present:
-            return False
-        self._joined = present
-        self._owners = self._cursor.deal(self._engine.num_replicas)
-        self._fetcher.begin(self._cursor.position)
-        return True
+        self._passes.commit()
 
     def state_dict(self) -> dict[str, Any]:
         """The data state: which stream, where in it, and which passes of the epoch are complete."""
-        return self._cursor.state_dict()
+        return self._passes.cursor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes where a saved loader was, at whatever number of replicas there is now.
@@ -446,4 +210,142 @@ class AdaptiveDataLoader(SizedLoader):
         Raises:
             ValueError: The state belongs to another dataset or order; the message says which.
         """
-        self._cursor.load_state_dict(state)
+        self._passes.cursor.load_state_dict(state)
+
+    # Batch sizes ---------------------------------------------------------------------------
+
+    def set_batch_size(self, batch_size: BatchSize) -> None:
+        """Sets the global batch size from the next step on.
+
+        A number that is set while the job runs is part of its state. Anything else that is set
+        then has to be set again by a resumed job, or its first step is an error: set it before the
+        loop over epochs, or at the beginning of every epoch.
+
+        Args:
+            batch_size: A number, a `BatchTrace` (by optimizer step), a `Schedule`, or a function
+                of the clock. The learning rate follows by the rule of the model.
+        """
+        self._sizes.set(batch_size)
+
+    def autoscale_batch_size(
+        self,
+        max_batch_size: int,
+        local_bsz_bounds: tuple[int, int] | None = None,
+        gradient_accumulation: bool = True,
+    ) -> None:
+        """Let resilin choose the global batch size during training, within bounds.
+
+        It chooses the size that learns fastest: measured samples per second times progress per
+        sample, which follows from the noise of the gradient. It starts at `batch_size` and may
+        change between any two steps, at most doubling each time. Decisions are events, with all
+        candidates.
+
+        Args:
+            max_batch_size: Upper limit of the global batch; at least `batch_size`.
+            local_bsz_bounds: Smallest and largest micro-batch; `max_local_bsz` still holds.
+            gradient_accumulation: Whether a replica may run more than one micro-batch in a step.
+        """
+        bounds = BatchBounds(max_batch_size, local_bsz_bounds, gradient_accumulation)
+        self._sizes.autoscale(bounds)
+
+    @property
+    def autoscaler(self) -> Autoscaler | None:
+        """The autoscaler, if the batch size is chosen automatically."""
+        return self._sizes.autoscaler
+
+    @property
+    def current_batch_size(self) -> int:
+        """The global batch size of the next step."""
+        return self._sizes.now()
+
+    @property
+    def current_local_bsz(self) -> int:
+        """The largest micro-batch of the current step."""
+        return self._current_plan().batch_size
+
+    @property
+    def accumulation_steps(self) -> int:
+        """The micro-batches that each replica runs in the current step."""
+        return self._current_plan().steps
+
+    @property
+    def current_samples(self) -> int:
+        """Number of samples of the current micro-batch that count; 0 for a filler batch."""
+        return self._passes.samples
+
+    def to_tensorboard(self, writer: SummaryWriter, step: int, prefix: str = PREFIX) -> None:
+        """Writes the sizes of the current step.
+
+        Args:
+            writer: A SummaryWriter, of torch or tensorboardX.
+            step: Its position on the axis.
+            prefix: Prefix of the tags.
+        """
+        values = {
+            "batch_size": self._current_plan().global_batch_size,
+            "local_bsz": self.current_local_bsz,
+            "accumulation_steps": self.accumulation_steps,
+            "replicas": self.job.engine.membership.num_replicas,
+        }
+        write_scalars(writer, values, step, prefix)
+
+    def _current_plan(self) -> BatchPlan:
+        size = self.current_batch_size
+        return self._passes.plan or self._sizes.plan(size, size)
+
+    @contextmanager
+    def retry_smaller(self) -> Iterator[None]:
+        """Surround the body of the training loop with it, and running out of memory is no end.
+
+        This replica's part of the step is then repeated with micro-batches of half the size, from
+        now on; the global batch stays. It cannot help when other replicas have received a part of
+        the gradient already, late in the backward pass, or in the optimizer: then the error is
+        raised, as without this. The repeated step has more micro-batches on this replica than on
+        the others, so a module with collectives in its forward pass cannot repeat one.
+        """
+        try:
+            yield
+            return
+        except torch.OutOfMemoryError as error:
+            size, iteration = self.current_samples, self._passes.iteration
+            trained = self.job.trained
+            if trained is None or iteration is None or size < 2 or not trained.drop_step():
+                raise
+            reason = str(error).partition("\n")[0]
+        # Out of the handler: the traceback holds on to what has to be freed.
+        devices.here().release_memory()
+        iteration.repeats_below = size
+        limit = self._sizes.memory.failed(size, self.batch_size)
+        self.job.events.emit(
+            FaultEvent(
+                **self.job.events.stamp(),
+                kind="out_of_memory",
+                detail=f"a micro-batch of {size} samples did not fit: {reason}; the step is "
+                f"repeated with at most {limit}",
+                replica=self.job.engine.membership.replica,
+            )
+        )
+
+
+def _sizing_context(job: Job) -> SizingContext:
+    """Parts of its job that the batch sizes of a loader need."""
+
+    def tokens_per_step() -> float | None:
+        return None if job.trained is None else job.trained.scaling.reference.tokens_per_step
+
+    def noise() -> Noise | None:
+        return None if job.trained is None else job.trained.scaling.sample_noise
+
+    def sync_seconds() -> float | None:
+        return None if job.trained is None else job.trained.gradient.sync.seconds()
+
+    return SizingContext(
+        engine=job.engine,
+        timeline=job.timeline,
+        events=job.events,
+        has_model=lambda: job.trained is not None,
+        tokens_per_step=tokens_per_step,
+        noise=noise,
+        sync_seconds=sync_seconds,
+        has_started=lambda: job.recovery is not None,
+    )

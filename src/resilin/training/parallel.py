@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-import time
-from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -18,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from resilin.core import _validate
 from resilin.core.clock import Clock
-from resilin.core.noise import Noise, gain
+from resilin.core.noise import Noise
 from resilin.core.rules import (
     ClipPolicy,
     Factors,
@@ -26,28 +21,29 @@ from resilin.core.rules import (
     clip_threshold,
     default_rule,
     get_rule,
-    group_factors,
-    total_noise,
 )
+from resilin.engine import overrides
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
-from resilin.training import steering
 from resilin.training.ballot import Ballot
-from resilin.training.divergence import CrossCheck, DivergenceCheck
-from resilin.training.estimates import NoiseEstimates
-from resilin.training.freezing import Frozen
+from resilin.training.gates.patch import Removable
+from resilin.training.gates.scaler import calling_scaler
+from resilin.training.gates.scheduler import ClockedScheduler
 from resilin.training.gradient.arguments import check_model
-from resilin.training.gradient.flow import StepFlow
+from resilin.training.gradient.flow import StepCalls, StepFlow
+from resilin.training.gradient.norms import GroupNorms
 from resilin.training.gradient.records import Part, StepStart
 from resilin.training.gradient.step import StepGradient
-from resilin.training.gradstats import GroupNorms, MeasureSchedule
-from resilin.training.job import StepSizes, current_job
-from resilin.training.optimizer import Gate, ModuleGate, applied
-from resilin.training.reference import ReferenceBatch
-from resilin.training.scaler import ScalerGate
-from resilin.training.scheduler import ClockedScheduler
+from resilin.training.job import current_job
+from resilin.training.lifecycle import begin_step, commit_step, make_step, show_forward
+from resilin.training.model import Ends, TrainedModel
+from resilin.training.scaling.estimates import MeasureSchedule, NoiseEstimates
+from resilin.training.scaling.factors import StepScaling
+from resilin.training.scaling.reference import ReferenceBatch
+from resilin.training.state.divergence import CrossCheck, DivergenceCheck, decided_by
+from resilin.training.state.freezing import Frozen
 
 ScheduleBy = Literal["user", "rule", "samples", "tokens", "progress"]
-"""Who steps the scheduler: the user's loop, or a clock (`rule`: the clock of the rule)."""
+"""Stepping of the scheduler: by the user's loop, or a clock (`rule`: the clock of the rule)."""
 
 
 class AdaptiveDataParallel(nn.Module):
@@ -104,173 +100,177 @@ class AdaptiveDataParallel(nn.Module):
             _validate.whole("batch_size", batch_size, at_least=1)
         if tokens_per_step is not None:
             _validate.real("tokens_per_step", tokens_per_step, above=0)
-        check_model(model, ddp_kwargs)
-        rule = steering.rule() or rule
+        job = self.job = current_job()
+        """The job that trains this model."""
+        check_model(model, ddp_kwargs, taken=job.trained is not None)
+        rule = overrides.rule() or rule
         chosen = default_rule(type(optimizer).__name__) if rule == "auto" else get_rule(rule)
         self.module = model
-        self.rule: ScalingRule = chosen
-        """The scaling rule."""
         self.optimizer = optimizer
         self.tokens_per_step = tokens_per_step
         """Tokens in one reference step, if they are counted."""
-        self._estimates = NoiseEstimates(
-            len(optimizer.param_groups), MeasureSchedule(stats_every, stats_budget), chosen.adaptive
+        num_groups = len(optimizer.param_groups)
+        schedule = MeasureSchedule(stats_every, stats_budget)
+        self._scaling = StepScaling(
+            chosen,
+            NoiseEstimates(num_groups, schedule, chosen.adaptive),
+            ReferenceBatch(job.timeline, batch_size, tokens_per_step),
+            job.timeline,
+            num_groups,
         )
-        self._job = current_job()
-        self._check = DivergenceCheck(self._job, model, cross_check)
-        self._reference = ReferenceBatch(self._job, batch_size, tokens_per_step)
-        self._ballot = Ballot(self._job.voters)
+        self._check = DivergenceCheck(
+            job.engine,
+            job.timeline,
+            model,
+            cross_check,
+            lambda: decided_by(self.optimizer, self.scale, self.gain, self.factors),
+        )
+        ballot = Ballot(job.voters)
         self._gradient = StepGradient(
             model,
             GroupNorms(optimizer, model.parameters()),
-            dict(ddp_kwargs),
-            self._job.engine,
-            self._ballot.cast,
+            ddp_kwargs,
+            job.engine,
+            ballot,
         )
-        self._flow = StepFlow(
-            self._job,
-            self._gradient,
+        calls = StepCalls(
+            begin=lambda: begin_step(job),
             start=self._start,
-            left=lambda: self.end_step(made=False),
-            knows_scaler=scaler is not None,
+            left=lambda: self._trained.leave_step(),
+            unknown_scaler=calling_scaler if scaler is None else lambda: False,
         )
-        self._factors: tuple[Factors, ...] = (Factors(),) * len(optimizer.param_groups)
-        self._gain = 1.0
-        self._scale = 1.0
-        self._step_seconds: deque[float] = deque(maxlen=9)
-        self._committed_at = time.perf_counter()
-        self._prepared: tuple[int, float] | None = None
-        self._scheduler = ClockedScheduler.make(lr_scheduler, schedule_by, chosen.clock)
-        self._gate = Gate(optimizer, self)
-        self._gate.schedulers.hand_to(self._scheduler)
-        self._module_gate = ModuleGate(model, self)
-        self._scaler = None if scaler is None else ScalerGate(scaler, optimizer, self)
-        self._job.model = self
-        self._job.voters.append(self._check)
-        self._register(lr_scheduler, scaler)
+        self._flow = StepFlow(self._gradient, job.iterations, job.engine, calls)
+        clocked = ClockedScheduler.make(lr_scheduler, schedule_by, chosen.clock)
+        self._trained = TrainedModel(
+            self,
+            optimizer,
+            scaling=self._scaling,
+            gradient=self._gradient,
+            flow=self._flow,
+            ballot=ballot,
+            iterations=job.iterations,
+            ends=Ends(lambda own: make_step(job, own), lambda outcome: commit_step(job, outcome)),
+        )
+        self._trained.gate(model, clocked, scaler)
+        job.trained = self._trained
+        job.voters.append(self._check)
+        self._register(clocked or lr_scheduler, scaler, handed_over=lr_scheduler)
 
-    def _register(self, scheduler: LRScheduler | None, scaler: torch.amp.GradScaler | None) -> None:
+    def _register(
+        self,
+        scheduler: ClockedScheduler | LRScheduler | None,
+        scaler: torch.amp.GradScaler | None,
+        handed_over: LRScheduler | None,
+    ) -> None:
         parts: dict[str, Any] = {
             "model": self.module,
             "frozen": Frozen(self.module),
             "optimizer": self.optimizer,
-            "noise": self._estimates,
-            "scheduler": self._scheduler or scheduler,
+            "noise": self._scaling.estimates,
+            "scheduler": scheduler,
             "scaler": scaler,
         }
         self._registered = [name for name, part in parts.items() if part is not None]
         for name in self._registered:
-            self._job.registry.add(name, parts[name])
-        self._gate.schedulers.keep_in(self._job.registry, handed_over=scheduler)
+            self.job.registry.add(name, parts[name])
+        self._trained.schedulers.keep_in(self.job.registry, handed_over=handed_over)
 
     def release(self) -> None:
         """Gives optimizer, scheduler and scaler their own methods back. The model stays usable."""
         for name in self._registered:
-            self._job.registry.release(name)
-        self._gate.remove()
-        self._module_gate.remove()
-        self._gradient.release()
-        self._check.leave()
-        if self._scaler is not None:
-            self._scaler.release()
-        if self._job.model is self:
-            self._job.model = None
+            self.job.registry.release(name)
+        self._trained.release()
+        if self._check in self.job.voters:
+            self.job.voters.remove(self._check)
+        if self.job.trained is self._trained:
+            self.job.trained = None
+
+    def add_gate(self, gate: Removable) -> None:
+        """Removes this gate, too, in `release()`: for integrations that replace methods."""
+        self._trained.add_gate(gate)
 
     # What it knows -------------------------------------------------------------------------
 
     @property
+    def rule(self) -> ScalingRule:
+        """The scaling rule."""
+        return self._scaling.rule
+
+    @property
     def gain(self) -> float:
         """Reference steps that the last step was worth."""
-        return self._gain
+        return self._scaling.last.gain
 
     @property
     def scale(self) -> float:
         """Global batch over reference batch, in the last step."""
-        return self._scale
+        return self._scaling.last.scale
 
     @property
     def factors(self) -> tuple[Factors, ...]:
-        """What the rule applied to each parameter group in the last step."""
-        return self._factors
+        """Factors of the rule for each parameter group in the last step."""
+        return self._scaling.last.factors
 
     @property
     def step_weight(self) -> float | None:
         """Weight of all micro-batches of the step, over all replicas: what its means divide by.
 
-        None until its gradient is complete, and again behind `optimizer.step()`.
+        None until its gradient is complete, and again after `optimizer.step()`.
         """
-        result = self._gradient.result
+        result = self._gradient.step.result
         return None if result is None else result.weight
 
     @property
     def noise(self) -> Noise | None:
         """Noise of the whole model's gradient; None until it was measured."""
-        return total_noise(self.group_noise)
+        return self._scaling.noise
 
     @property
     def group_noise(self) -> list[Noise | None]:
         """Noise of each parameter group's gradient."""
-        return self._estimates.group_noise
+        return self._scaling.group_noise
 
     @property
     def sample_noise(self) -> Noise | None:
         """The same per sample, also where batches are weighed by something else."""
-        noise = self.noise
-        return (
-            None
-            if noise is None
-            else replace(noise, trace=noise.trace / self._reference.per_sample())
-        )
-
-    def sync_seconds(self) -> float | None:
-        """How long the newest step that is known waited for the reduction of its gradient."""
-        return self._gradient.sync.seconds()
+        return self._scaling.sample_noise
 
     @property
     def clock(self) -> Clock:
         """Steps, samples, tokens and progress so far."""
-        return self._job.clock
+        return self.job.clock
 
     @property
     def progress(self) -> float:
         """Reference steps done so far, by accumulated gain."""
-        return self._job.clock.progress
+        return self.job.clock.progress
 
     def predict_gain(self, scale: float) -> float:
         """The gain that a step at this scale would have now."""
-        _validate.real("scale", scale, above=0)
-        reference = self._reference.weight(self._reference.per_sample())
-        return gain(self.noise, scale * reference, reference)
+        return self._scaling.predict_gain(_validate.real("scale", scale, above=0))
 
     def to_tensorboard(self, writer: SummaryWriter, step: int, prefix: str = PREFIX) -> None:
         """Writes what the model knows about the last step; only what the loop asks for.
 
-        `resilin.listen(resilin.telemetry.tensorboard.TensorBoard(writer))` does it by itself.
+        `resilin.listen(resilin.telemetry.tensorboard.TensorBoard(writer))` does it automatically.
 
         Args:
             writer: A SummaryWriter, of torch or tensorboardX.
             step: Where it is on the axis.
             prefix: What the tags begin with.
         """
-        values = {
-            "gain": self.gain,
-            "scale": self.scale,
-            "progress": self.progress,
-            "lr_factor": self.factors[0].lr,
-        }
-        noise = self.sample_noise
-        if noise is not None:
-            values.update(sqr_norm=noise.sqr_norm, trace=noise.trace)
+        values = {**self._scaling.scalars(), "progress": self.progress}
         write_scalars(writer, values, step, prefix)
 
     # The forward pass ----------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; in training, as the current micro-batch of the step."""
-        if not (self.training and torch.is_grad_enabled()):
+        show_forward(self.job, self._trained)
+        if not self._trained.trains:
             return self.module(*args, **kwargs)
         self._flow.begin(args, kwargs)
-        with self._job.measured_forward():
+        with self.job.iterations.measured_forward():
             return self._gradient.forward(*args, **kwargs)
 
     @contextmanager
@@ -288,156 +288,36 @@ class AdaptiveDataParallel(nn.Module):
 
     def measures_next(self) -> bool:
         """Whether noise is measured in the next step, if its gradient comes in several parts."""
-        return self._estimates.due(autoscaled=self._job.autoscaler is not None)
-
-    def splits_next(self, scale: float) -> bool:
-        """Whether one replica splits the next step, of this scale, to measure its noise."""
-        return self._estimates.due(autoscaled=self._job.autoscaler is not None, split_at=scale)
+        return self._scaling.estimates.due(autoscaled=self.job.autoscaler is not None)
 
     def _start(self, part: Part) -> StepStart:
-        # The median: an evaluation between two steps is not a long step.
-        usual = statistics.median(self._step_seconds) if self._step_seconds else math.inf
+        self._trained.begin_step()
         # One micro-batch alone has nothing to be compared with.
-        several = self._job.engine.num_replicas > 1 or not part.last
-        measure = several and self.measures_next()
-        return StepStart(measure=measure, step_seconds=usual, steps=self._job.clock.steps)
+        several = self.job.engine.membership.num_replicas > 1 or not part.last
+        return StepStart(
+            measure=several and self.measures_next(),
+            step_seconds=self.job.timer.usual,
+            steps=self.job.clock.steps,
+        )
 
     # The step ------------------------------------------------------------------------------
 
     def step_waits(self) -> bool:
-        """Asked by the gates: whether the optimizer must not step now."""
+        """Whether `optimizer.step()` would wait now: micro-batches of the step are to come."""
         return self._flow.step_waits()
-
-    def step_pending(self) -> bool:
-        """Asked by the scaler's gate: whether a gradient is there that was not used yet."""
-        return self._gradient.pending
-
-    def gradient_waits(self) -> bool:
-        """Asked by the gates: whether `zero_grad` would destroy a part of the step."""
-        return self._flow.gradient_waits()
-
-    def close_step(self, asked_by: object = None) -> None:
-        """Called when an iteration over a loader asks for the next step: the last one is over."""
-        self._flow.close(asked_by)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes the gradient; waits, as that of the optimizer does, while it is accumulated."""
         self.module.zero_grad(set_to_none=set_to_none)
 
-    @contextmanager
-    def change_gradient(self) -> Iterator[bool]:
+    def change_gradient(self) -> AbstractContextManager[bool]:
         """Allows changes of `.grad` within this block, once the gradient of the step is complete.
 
-        Yields:
-            Whether it is. If not, micro-batches are to come, and `.grad` must be left alone.
-        """
-        with self._gradient.changing():
-            yield self._gradient.complete
-
-    def schedule_waits(self) -> bool:
-        """Asked by the gate: whether the loop body works on a step that is incomplete, or left."""
-        micro, result = self._job.micro_batch, self._gradient.result
-        if result is not None and result.skipped:
-            return True
-        return micro is not None and not micro.last
-
-    def _prepare(self) -> tuple[int, float]:
-        """Turns the complete gradient into gain and factors, once per step."""
-        if self._prepared is not None:
-            return self._prepared
-        reduced = self._gradient.conclude()
-        micro = self._job.micro_batch
-        samples = reduced.samples
-        scale = samples / self._reference.weight(1.0)
-        if micro is not None:
-            # Less where the loop has left micro-batches out.
-            scale = micro.scale * (samples / micro.samples)
-        per_sample = reduced.weight / samples
-        reference = self._reference.weight(per_sample)
-        self._estimates.take_in(
-            reduced.noise,
-            weight=reduced.weight,
-            # The loss scale multiplies gradients; it must not reach the noise.
-            gradient_scale=1.0 if self._scaler is None else self._scaler.scale(),
-            reference=reference,
-            total_steps=self._job.total_steps,
-        )
-        noise = self.group_noise
-        self._scale = scale
-        self._gain = gain(total_noise(noise), scale * reference, reference)
-        self._factors = group_factors(
-            self.rule,
-            batch_size=scale * reference,
-            reference=reference,
-            noise=noise,
-            elapsed=self._reference.read(self.rule.clock),
-        )
-        if self._gradient.measure:
-            self._estimates.schedule.observe(reduced.cost)
-        self._prepared = (samples, reduced.weight)
-        return self._prepared
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Surrounds the optimizer's own step: factors before it, the commit after it."""
-        samples, weight = self._prepare()
-        with applied(self.optimizer, self._factors):
-            yield
-        self._commit(samples, weight)
-
-    def _commit(self, samples: int, weight: float) -> None:
-        job, micro, scheduler = self._job, self._job.micro_batch, self._scheduler
-        before = 0.0 if scheduler is None else self._reference.read(scheduler.clock)
-        job.clock = job.clock.advance(
-            samples=samples,
-            scale=self._scale,
-            gain=self._gain,
-            tokens=weight,
-            sample_steps=None if micro is None else micro.sample_steps * (samples / micro.samples),
-        )
-        job.last_step = StepSizes(
-            samples, 1 if job.loader is None else job.loader.accumulation_steps
-        )
-        if job.recorder is not None:
-            job.recorder.committed(self, samples)
-        self.end_step()
-        if job.loader is not None:
-            job.loader.commit()
-        if scheduler is not None:
-            after = self._reference.read(scheduler.clock)
-            scheduler.advance(before, after, self._reference.schedule_end(before))
-
-    def body_over(self) -> None:
-        """The loop body of a step is over, or that of one that was given up."""
-        self._gate.schedulers.settle(given_up=self._gradient.pending)
-
-    def drop_step(self) -> bool:
-        """Forgets the step that is under way, with its gradient.
-
         Returns:
-            Whether it could: not if other replicas have a part of it already.
+            A context manager that gives whether it is. If not, micro-batches are to come, and
+            `.grad` must be left alone.
         """
-        if self._gradient.shared:
-            return False
-        self._flow.drop()
-        self._prepared = None
-        return True
-
-    def end_step(self, *, made: bool = True) -> None:
-        """Makes ready for the next step.
-
-        Args:
-            made: False if the loop has left the step; True if the optimizer has stepped, or a
-                GradScaler has skipped it.
-        """
-        now = time.perf_counter()
-        self._flow.ended()
-        self._estimates.schedule.committed(measured=made and self._gradient.measure)
-        self._step_seconds.append(now - self._committed_at)
-        self._committed_at = now
-        self._ballot.count(self._gradient.votes())
-        self._gradient.end()
-        self._prepared = None
+        return self._trained.change_gradient()
 
     # Clipping ------------------------------------------------------------------------------
 
@@ -459,9 +339,9 @@ class AdaptiveDataParallel(nn.Module):
         """
         if not self._flow.has_begun():
             raise RuntimeError("clip_grad_norm_() came before the backward pass of the step")
-        if self.step_waits():
+        if self._flow.step_waits():
             return None
-        self._prepare()
-        threshold = clip_threshold(max_norm, self._gain, policy)
+        self._trained.prepare()
+        threshold = clip_threshold(max_norm, self.gain, policy)
         with self.change_gradient():
             return torch.nn.utils.clip_grad_norm_(self.module.parameters(), threshold, norm_type)

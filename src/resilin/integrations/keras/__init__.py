@@ -1,10 +1,10 @@
 """Keras 3: a model whose global batch does not depend on the number of processes.
 
-`Model` wraps a Keras model and has a `fit` of its own, which trains with optimizer steps in place
-of batches; whatever else a Keras model does is still that of the model. With the torch backend a
+`Model` wraps a Keras model and has a `fit` of its own, which trains in optimizer steps instead of
+batches; everything else is still done by the Keras model. With the torch backend a
 step may have any size, on any number of processes, and both may change while it trains. JAX and
 TensorFlow compile their step once, in one process: there the batch is planned before the first
-step, and what would have to change later is refused.
+step, and a setting that would change it later is rejected.
 """
 
 from __future__ import annotations

@@ -1,27 +1,28 @@
-"""JAX and TensorFlow: what a step that is compiled once can honour.
+"""JAX and TensorFlow: a step that is compiled once.
 
 The batch is planned before the first step: as many equal micro-batches as fit, accumulated by the
 optimizer of Keras, with the learning rate that the rule gives at this one scale. One process
-trains. Whatever would have to change later is refused, since a compiled step would ignore it.
+trains. A setting that would change later is rejected, since a compiled step would ignore it.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import keras  # type: ignore[import-untyped]
 
+from resilin.compat.keras_names import rate_of
 from resilin.core import _validate
 from resilin.core.plan import BatchPlan
 from resilin.core.rules import Scaling, ScalingRule, get_rule
+from resilin.engine.group import num_launched
 from resilin.integrations.keras.data import is_array
 from resilin.integrations.keras.refusals import check_model
-from resilin.training.job import current_job
+from resilin.training.bridge.home import Home
 
-_UNTOLD: Mapping[str, Any] = {
+_DEFAULTS: Mapping[str, Any] = {
     "memory_budget": None,
     "drop_last": False,
     "seed": None,
@@ -29,23 +30,23 @@ _UNTOLD: Mapping[str, Any] = {
     "stats_every": "auto",
     "schedule_by": "rule",
 }
-"""Settings that a compiled step cannot honour, and what they are if nothing was said."""
+"""Settings that a compiled step does not support, and their defaults."""
 
 
 def refusal(setting: str, value: Any, why: str = "its step is compiled once") -> ValueError:
-    """The error of a setting that this backend cannot honour."""
+    """The error for a setting that this backend does not support."""
     backend = keras.backend.backend()
     return ValueError(
-        f"{setting} ({value!r}) cannot be honoured by the {backend} backend: {why}; set "
+        f"{setting} ({value!r}) is not supported by the {backend} backend: {why}; set "
         "KERAS_BACKEND=torch"
     )
 
 
 def accumulate(optimizer: Any, steps: int) -> Any:
-    """Makes a Keras optimizer step on every `steps`-th batch, with the mean of the gradients.
+    """Make a Keras optimizer step on every `steps`-th batch, with the mean of the gradients.
 
-    This is the accumulation of Keras itself, for any backend and any loop, set where it still can
-    be: before the optimizer is built. Batches have to be equally large.
+    This is the accumulation of Keras itself, for any backend and any loop. It can be set only
+    before the optimizer is built. Batches must be equally large.
 
     Args:
         optimizer: An optimizer of Keras, or its name.
@@ -55,7 +56,7 @@ def accumulate(optimizer: Any, steps: int) -> Any:
         The optimizer.
 
     Raises:
-        ValueError: It is built already, and would ignore the number or fail with it.
+        ValueError: The optimizer is built already.
     """
     optimizer = keras.optimizers.get(optimizer)
     _validate.whole("steps", steps, at_least=1)
@@ -93,18 +94,18 @@ class Compiled:
         self._max_local_bsz = max_local_bsz
         self._rule = rule
         self._prepared: Any = None
-        launched = int(os.environ.get("WORLD_SIZE", "1"))
-        if (replicas := max(launched, current_job().engine.num_replicas)) > 1:
-            raise refusal("the number of processes", replicas, "resilin trains in one with it")
+        present = Home().engine.membership.num_processes
+        if (processes := max(num_launched(), present)) > 1:
+            raise refusal("the number of processes", processes, "resilin trains in one with it")
 
     def check(self, settings: Mapping[str, Any]) -> None:
-        """Refuses settings that need a step which is not compiled."""
+        """Reject settings that need a step which is not compiled."""
         for name, value in settings.items():
-            if value != _UNTOLD.get(name):
+            if value != _DEFAULTS.get(name):
                 raise refusal(name, value)
 
     def set_batch_size(self, batch_size: Any) -> None:
-        """Another batch size than the reference, for all steps."""
+        """Set the batch size of all steps."""
         if not isinstance(batch_size, int):
             raise refusal("set_batch_size", batch_size)
         _validate.whole("batch_size", batch_size, at_least=1)
@@ -132,19 +133,19 @@ class Compiled:
             )
         return plan
 
-    def fit(self, told: Mapping[str, Any]) -> Any:
-        """Trains with the batches of the plan.
+    def fit(self, arguments: Mapping[str, Any]) -> Any:
+        """Train with the batches of the plan.
 
         Args:
-            told: The arguments of `fit`.
+            arguments: The arguments of `fit`.
         """
-        plan, x = self.plan, told["x"]
+        plan, x = self.plan, arguments["x"]
         if not is_array(x):
             raise refusal("x", type(x).__name__, "its micro-batches are cut from arrays")
         samples = len(keras.tree.flatten(x)[0])
-        if told["validation_data"] is None:
-            # As Keras does it.
-            samples = math.floor(samples * (1 - told["validation_split"]))
+        if arguments["validation_data"] is None:
+            # Keras rounds down as well.
+            samples = math.floor(samples * (1 - arguments["validation_split"]))
         if samples % self.batch_size:
             raise refusal(
                 "the number of samples",
@@ -153,18 +154,18 @@ class Compiled:
                 "micro-batches would count too much",
             )
         self._prepare(plan)
-        held = told["validation_batch_size"] or plan.batch_size
+        held = arguments["validation_batch_size"] or plan.batch_size
         batches = {"batch_size": plan.batch_size, "validation_batch_size": held}
-        return self._model.fit(**{**told, **batches})
+        return self._model.fit(**{**arguments, **batches})
 
     def _prepare(self, plan: BatchPlan) -> None:
-        """Sets accumulation and learning rate, once per optimizer."""
+        """Set accumulation and learning rate, once per optimizer."""
         optimizer = self._model.optimizer
         if self._prepared is optimizer:
             return
         check_model(self._model, weighted=False)
         factor = self._factor()
-        rate = optimizer._learning_rate
+        rate = rate_of(optimizer)
         scheduled = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
         if not scheduled and callable(rate) and not hasattr(rate, "assign"):
             raise refusal("learning_rate", rate)
@@ -177,7 +178,7 @@ class Compiled:
         self._prepared = optimizer
 
     def _factor(self) -> float:
-        """What the rule makes of the learning rate at this scale, for all steps."""
+        """Factor on the learning rate at this scale, for all steps."""
         scale = self.batch_size / self._reference
         if scale == 1:
             return 1.0

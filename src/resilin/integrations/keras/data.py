@@ -1,4 +1,4 @@
-"""What `fit` is given, as an `AdaptiveDataLoader`."""
+"""The data of `fit`, as an `AdaptiveDataLoader`."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Arrays(Dataset[Any]):
         return keras.tree.map_structure(lambda array: array[index], self._arrays)
 
     def __getitems__(self, indices: list[int]) -> Any:
-        """All of them at once: what `whole` takes for collated."""
+        """Fetch all samples at once; `whole` expects that."""
         return self[torch.tensor(indices)]
 
 
 def whole(batch: Any) -> Any:
-    """The collate function of `Arrays`, which come collated."""
+    """The collate function of `Arrays`, whose samples are fetched as one batch."""
     return batch
 
 
@@ -45,7 +45,7 @@ def _tensor(array: Any) -> torch.Tensor:
 
 
 def is_array(x: Any) -> bool:
-    """Whether Keras would take it for arrays: of numpy, torch, pandas, or a nesting of them."""
+    """Whether Keras treats it as arrays: of numpy, torch, pandas, or a nesting of them."""
     leaves = keras.tree.flatten(x)
     return bool(leaves) and all(hasattr(leaf, "shape") and len(leaf.shape) > 0 for leaf in leaves)
 
@@ -83,13 +83,13 @@ def make_loader(
     shuffle: bool,
     make: Callable[..., AdaptiveDataLoader],
 ) -> AdaptiveDataLoader:
-    """A loader over what `fit` was given.
+    """Make a loader over the data of `fit`.
 
     Args:
         x: Arrays, a torch Dataset, or an AdaptiveDataLoader.
         y: Targets, with arrays.
-        sample_weight: The same for weights of the samples.
-        class_weight: The same for weights of the classes.
+        sample_weight: Weights of samples, with arrays.
+        class_weight: Weights of classes, with arrays.
         shuffle: Whether each epoch has an order of its own.
         make: Makes a loader from a dataset.
 
@@ -128,17 +128,17 @@ def make_loader(
 
 
 def hold_out(arrays: Any, part: float) -> tuple[Any, Any]:
-    """Holds the last samples of arrays out for validation, as Keras does.
+    """Hold out the last samples of arrays for validation, as Keras does.
 
     Args:
         arrays: Inputs, targets and weights; None where there are none.
-        part: How much of them to hold out.
+        part: Fraction to hold out.
 
     Returns:
-        What is left, and what is held out.
+        The rest, and the part that is held out.
 
     Raises:
-        ValueError: They are no arrays, or nothing would be left.
+        ValueError: They are not arrays, or nothing would be left.
     """
     if not is_array(arrays[0]):
         raise ValueError(

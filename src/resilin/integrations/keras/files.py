@@ -1,8 +1,8 @@
-"""Log files of `CSVLogger`: a call of `fit` that resumes appends, after the rows that it knows of.
+"""Log files of `CSVLogger`: a resumed call of `fit` appends to the rows that its state knows of.
 
-A row may be on disk that the state does not know of: the process was killed after it was written
-and before a state was kept. The epoch ends again then, and the row would be there twice; so the
-file is cut to what it was.
+The file may have a row that the state does not know of: the process was killed after it was
+written and before a state was kept. The epoch then ends again, and the row would be there twice; so
+the file is truncated to its earlier length.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import keras  # type: ignore[import-untyped]
 
 POSITION = "position"
-"""What the length of the file is called in the memory of a CSVLogger."""
+"""Key of the length of the file in the state of a CSVLogger."""
 
 
 def position(callback: Any) -> int | None:
@@ -30,11 +30,11 @@ def position(callback: Any) -> int | None:
 
 @contextmanager
 def appending(callback: Any, known: int | None) -> Iterator[None]:
-    """Surrounds `on_train_begin` of a call that resumes: the file of a CSVLogger is kept.
+    """Surround `on_train_begin` of a resumed call: the file of a CSVLogger is kept.
 
     Args:
         callback: Any callback.
-        known: Bytes that the file had; what is after them is cut off.
+        known: Bytes that the file had; the rest is cut off.
     """
     if not isinstance(callback, keras.callbacks.CSVLogger):
         yield
@@ -49,8 +49,8 @@ def appending(callback: Any, known: int | None) -> Iterator[None]:
         )
     elif present > known:
         os.truncate(name, known)
-    told, callback.append = callback.append, True
+    before, callback.append = callback.append, True
     try:
         yield
     finally:
-        callback.append = told
+        callback.append = before

@@ -1,4 +1,4 @@
-"""The loop of `fit` with the torch backend: that of Keras, over steps in place of batches."""
+"""The loop of `fit` with the torch backend: the loop of Keras, over steps instead of batches."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import keras  # type: ignore[import-untyped]
 
+from resilin.compat.keras_names import validates
 from resilin.integrations.keras.callback import ReadOut
 from resilin.integrations.keras.data import is_array
 from resilin.integrations.keras.progress import Progress
 from resilin.integrations.keras.refusals import is_writer
 from resilin.integrations.keras.steps import Steps
-from resilin.training.boundaries import end_training
-from resilin.training.epochs import begin_epoch
-from resilin.training.job import current_job
+from resilin.training.bridge.home import Home
 from resilin.training.loader import AdaptiveDataLoader
+from resilin.training.script.epochs import begin_epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +25,14 @@ class Call:
     """One call of `fit`."""
 
     number: int
-    """Calls before it."""
+    """Number of earlier calls."""
     first: int
-    """Epochs of the calls before it: what its first one is in the job."""
+    """Epochs of earlier calls: number of its first epoch in the job."""
     epochs: range
     """Its epochs, as the user counts them."""
 
     def left(self, done: int) -> list[tuple[int, int]]:
-        """Its epochs that are not over, as the job and as the user count them.
+        """Epochs that are not over, as the job and as the user count them.
 
         Args:
             done: Epochs of the job that are over.
@@ -54,8 +54,8 @@ def list_callbacks(given: Any) -> list[Any]:
 def make_callbacks(
     model: Any, callbacks: list[Any], *, verbose: Any, epochs: int, steps: int | None
 ) -> keras.callbacks.CallbackList:
-    """The callbacks of this replica: one of them writes and prints, all of them decide."""
-    if current_job().engine.replica != 0:
+    """The callbacks of this replica: replica 0 writes and prints, all replicas decide."""
+    if Home().engine.membership.replica != 0:
         callbacks = [callback for callback in callbacks if not is_writer(callback)]
         verbose = 0
     return keras.callbacks.CallbackList(
@@ -73,8 +73,8 @@ def evaluation(held: Any, batch_size: int, steps: int | None) -> dict[str, Any] 
     if held is None:
         return None
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(held)
-    told = {"x": x, "y": y, "sample_weight": sample_weight, "steps": steps, "verbose": 0}
-    return {**told, "batch_size": batch_size} if is_array(x) else told
+    arguments = {"x": x, "y": y, "sample_weight": sample_weight, "steps": steps, "verbose": 0}
+    return {**arguments, "batch_size": batch_size} if is_array(x) else arguments
 
 
 def run(
@@ -87,12 +87,12 @@ def run(
     validation: Mapping[str, Any] | None,
     validation_freq: Any,
 ) -> Any:
-    """Trains, and resumes where the job was.
+    """Train, or resume where the job was.
 
     Args:
         model: The Keras model.
-        steps: What trains it.
-        progress: How far the calls of `fit` are.
+        steps: Trains it.
+        progress: Progress of the calls of `fit`.
         loader: The data.
         callbacks: The callbacks.
         call: Which call of `fit` it is.
@@ -102,9 +102,10 @@ def run(
     Returns:
         The History.
     """
-    job, history = progress.job, model.history
-    job.total_epochs = call.first + len(call.epochs)
-    left = call.left(job.epoch)
+    home, history = progress.home, model.history
+    total = call.first + len(call.epochs)
+    home.set_total_epochs(total)
+    left = call.left(home.job.epoch)
     model.stop_training = False
     with progress.beginning(call.number, history):
         callbacks.on_train_begin()
@@ -126,7 +127,7 @@ def run(
                     break
         model.eval()
         logs = dict(model.get_metrics_result())
-        if validation is not None and model._should_eval(epoch, validation_freq):
+        if validation is not None and validates(model, epoch, validation_freq):
             validated = model.evaluate(**validation, callbacks=callbacks, return_dict=True)
             logs.update({f"val_{name}": value for name, value in validated.items()})
         callbacks.on_epoch_end(epoch, logs)
@@ -134,10 +135,10 @@ def run(
         progress.share()
         if model.stop_training:
             break
-    # What is kept here is the state before the end of the call: a script that is started again
-    # brings it to its end again, and one with more epochs trains on.
-    begin_epoch(job.total_epochs)
-    end_training(job)
+    # The state kept here is from before the end of the call: a script that is started again ends
+    # the call again, and one with more epochs continues to train.
+    begin_epoch(total)
+    home.end_training()
     if len(call.epochs):
         model.optimizer.finalize_variable_values(model.trainable_variables)
     callbacks.on_train_end(logs)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import keras  # type: ignore[import-untyped]
 
+from resilin.compat import keras_names
 from resilin.core import _validate
 from resilin.core.rules import ScalingRule
 from resilin.engine.group import init_process_group
@@ -15,41 +16,42 @@ from resilin.integrations.keras import compiled, data, fit
 from resilin.integrations.keras.progress import NAME, Progress
 from resilin.integrations.keras.refusals import check_fit, check_model, check_step, is_writer
 from resilin.integrations.keras.steps import Steps
-from resilin.training.boundaries import start
-from resilin.training.job import current_job
+from resilin.training.bridge.home import Home
+from resilin.training.lifecycle import start
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import ScheduleBy
-from resilin.training.planning import PresentPlan, plan
-from resilin.training.sizes import BatchSize
+from resilin.training.script.plan import PresentPlan, plan
+from resilin.training.sizing.batch_size import BatchSize
 
 
 class Model:
-    """Trains a compiled Keras model with one global batch size, on whatever is there.
+    """Trains a compiled Keras model with one global batch size, on any number of processes.
 
-    `fit` is resilin's; whatever else it is asked for is the Keras model's: `evaluate`, `predict`,
+    `fit` is resilin's; all other attributes are those of the Keras model: `evaluate`, `predict`,
     `save`, `summary`, `optimizer` and so on. Under torchrun or `resilin run` it joins the other
-    processes by itself.
+    processes automatically.
 
     Args:
         model: The Keras model; build and compile it before `fit`.
         batch_size: The reference batch: the global batch, over all processes, that the learning
-            rate and its schedule are meant for.
-        max_local_bsz: Most samples that a process runs at once; more are accumulated. `auto` finds
-            out what fits into memory.
+            rate and its schedule were tuned for.
+        max_local_bsz: Most samples that a process runs at once; more are accumulated. `auto`
+            measures what fits into memory.
         rule: Name of a scaling rule or a rule of your own; `auto` chooses by the optimizer.
-        schedule_by: What a LearningRateSchedule counts: the clock of the `rule`, another clock, or
+        schedule_by: Clock of a LearningRateSchedule: the clock of the `rule`, another clock, or
             `user` for optimizer steps, as Keras does.
         memory_budget: Bytes that a micro-batch may take, for `auto`, as in `AdaptiveDataLoader`.
         drop_last: Whether to drop the remainder of an epoch, once for all processes.
         seed: Chooses the order of the samples.
-        batch_weight: Gives the weight of a micro-batch, such as its number of tokens; None weighs
+        batch_weight: Returns the weight of a micro-batch, such as its number of tokens; None weighs
             by samples.
         stats_every: Measure the noise every so many steps; `auto` where the rule or the autoscaler
             needs it.
         **ddp_kwargs: Passed on to DistributedDataParallel, such as `find_unused_parameters`.
 
     Raises:
-        ValueError: A setting that cannot be honoured; also in `fit`, which sees the others.
+        ValueError: A setting is not supported; `fit` checks the remaining ones.
+        MissingNameError: In `fit`: this version of Keras lacks a name that resilin needs.
     """
 
     def __init__(
@@ -91,31 +93,31 @@ class Model:
             init_process_group()
         else:
             self._compiled = compiled.Compiled(model, self.batch_size, max_local_bsz, rule)
-            told = {"stats_every": stats_every, "schedule_by": schedule_by, **ddp_kwargs}
-            self._compiled.check({**self._loading, **told})
+            others = {"stats_every": stats_every, "schedule_by": schedule_by, **ddp_kwargs}
+            self._compiled.check({**self._loading, **others})
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever is not resilin's is the Keras model's."""
+        """Read an attribute of the Keras model."""
         if name.startswith("__") or name == "model":
             raise AttributeError(name)
         return getattr(self.model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """The same for what is set, such as `trainable`."""
+        """Set an attribute of the Keras model, such as `trainable`."""
         if name.startswith("_") or name in ("model", "batch_size"):
             super().__setattr__(name, value)
         else:
             setattr(self.model, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the Keras model."""
+        """Call the Keras model."""
         return self.model(*args, **kwargs)
 
     # The batch size ------------------------------------------------------------------------
 
     @property
     def plan(self) -> PresentPlan:
-        """How the next step is split over the processes that are present."""
+        """The split of the next step over the present processes."""
         limit = None if self._max_local_bsz == "auto" else self._max_local_bsz
         return plan(self.current_batch_size, limit)
 
@@ -127,7 +129,7 @@ class Model:
         return self.batch_size if self._loader is None else self._loader.current_batch_size
 
     def set_batch_size(self, batch_size: BatchSize) -> None:
-        """Sets the global batch size from the next step on, also while it trains.
+        """Set the global batch size from the next step on, also during training.
 
         Args:
             batch_size: As in `AdaptiveDataLoader.set_batch_size`: a number, a `BatchTrace`, a
@@ -140,12 +142,12 @@ class Model:
             self._size(lambda loader: loader.set_batch_size(batch_size))
 
     def autoscale_batch_size(self, max_batch_size: int, **bounds: Any) -> None:
-        """Lets resilin choose the global batch size while it trains.
+        """Let resilin choose the global batch size during training.
 
         Args:
             max_batch_size: Upper limit of the global batch.
             **bounds: As in `AdaptiveDataLoader.autoscale_batch_size`; micro-batches have at most
-                `max_local_bsz` samples if nothing else is said.
+                `max_local_bsz` samples by default.
         """
         if self._compiled is not None:
             raise compiled.refusal("autoscale_batch_size", max_batch_size)
@@ -179,11 +181,11 @@ class Model:
         validation_batch_size: int | None = None,
         validation_freq: Any = 1,
     ) -> Any:
-        """Trains the model, with the arguments of `keras.Model.fit`.
+        """Train the model, with the arguments of `keras.Model.fit`.
 
         A batch of Keras is one optimizer step: callbacks, logs and the progress bar count steps.
-        Metrics are those of the global batch, on all processes. If the job has kept its state, it
-        goes on from there, in the middle of an epoch.
+        Metrics are those of the global batch, on all processes. If the job has kept its state,
+        training resumes from there, in the middle of an epoch.
 
         Args:
             x: Arrays, a torch Dataset, or an `AdaptiveDataLoader`.
@@ -200,21 +202,22 @@ class Model:
             initial_epoch: The number of epochs before the first.
             steps_per_epoch: Must be None.
             validation_steps: As in Keras.
-            validation_batch_size: As in Keras; what a process runs at once if nothing is said.
+            validation_batch_size: As in Keras; by default what a process runs at once.
             validation_freq: As in Keras.
 
         Returns:
             The History.
 
         Raises:
-            ValueError: A setting that cannot be honoured.
+            ValueError: A setting is not supported.
         """
-        told = {name: value for name, value in locals().items() if name != "self"}
-        check_fit(self.batch_size, told)
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        check_fit(self.batch_size, arguments)
         if self._compiled is not None:
-            return self._compiled.fit(told)
+            return self._compiled.fit(arguments)
         check_model(self.model, weighted=self._loading["batch_weight"] is not None)
         check_step(self.model)
+        keras_names.check(self.model)
         given, held = (x, y, sample_weight), validation_data
         if validation_split and held is None:
             given, held = data.hold_out(given, validation_split)
@@ -231,8 +234,8 @@ class Model:
         self._loader = loader
         if self._sizing is not None:
             self._sizing(loader)
-        self.model._symbolic_build(data_batch=loader.example())
-        start(progress.job)
+        keras_names.build(self.model, loader.example())
+        start(progress.home.job)
         if progress.is_over(number):
             return progress.skip(number)
         loader.take_part()
@@ -256,16 +259,17 @@ class Model:
         )
 
     def _begin_call(self) -> Progress:
-        known, job = self._progress, current_job()
-        if known is not None and known.job is job:
-            # Again, after release().
-            job.registry.add(NAME, known)
+        known, home = self._progress, Home()
+        if known is not None and known.home.is_current:
+            # It may have been removed by release().
+            home.registry.add(NAME, known)
             return known
+        job = home.job
         other = job.model is not None or job.epoch > 0
-        if other and job.registry.restored(NAME) is None:
+        if other and home.registry.restored(NAME) is None:
             raise ValueError(
-                f"the job has trained something else for {job.epoch} epochs, and one model is all "
-                "it can train: call resilin.reset_job() to begin another job"
+                f"the job has trained something else for {job.epoch} epochs, and it can train only "
+                "one model: call resilin.reset_job() to begin another job"
             )
         self._progress = Progress(self.model)
         return self._progress
@@ -283,7 +287,7 @@ class Model:
 
     def _make_steps(self, progress: Progress) -> Steps:
         known = self._steps
-        if known is not None and known.parallel is current_job().model:
+        if known is not None and known.parallel is Home().job.model:
             same = known.optimizer.own is self.model.optimizer
             if same and known.trains(self.model.trainable_variables):
                 return known
@@ -295,16 +299,16 @@ class Model:
         return self._steps
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: it would step past resilin."""
+        """Reject it: it would bypass resilin."""
         raise ValueError(
             "train_on_batch() makes a step of any size that no other process knows of: use fit(), "
             "or write a loop with AdaptiveDataParallel"
         )
 
     def release(self) -> None:
-        """Gives the Keras model back as it was; it can be trained by itself, or compiled anew."""
+        """Restore the Keras model; it can be trained without resilin, or compiled again."""
         if self._steps is not None:
             self._steps.release()
             self._steps = None
         if self._progress is not None:
-            self._progress.job.registry.remove(NAME)
+            self._progress.home.registry.remove(NAME)

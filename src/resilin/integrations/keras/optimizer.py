@@ -1,8 +1,8 @@
-"""A Keras optimizer as one of torch, so that `AdaptiveDataParallel` can gate and scale it.
+"""A Keras optimizer as an optimizer of torch, for `AdaptiveDataParallel` to gate and scale.
 
-Its one parameter group has the hyper-parameters that scaling rules speak of, under torch's names. A
-step hands them to the Keras optimizer for the length of one `apply`, which then clips, decays,
-averages and updates as ever.
+Its one parameter group has the hyper-parameters that scaling rules change, under torch's names. A
+step sets them in the Keras optimizer for the length of one `apply`, which then clips, decays,
+averages and updates as usual.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from resilin.training.job import current_job
+from resilin.compat import keras_names
+from resilin.training.bridge.home import Home
 
-_SEAM = "_get_current_learning_rate"
-"""The method of a Keras optimizer that everything in it asks for the learning rate."""
 _TORCH_NAMES = {"Nadam": "NAdam"}
-"""Optimizers that torch, and with it the choice of a rule, spells differently."""
+"""Optimizers that torch spells differently; the rule is chosen by that name."""
 
 
 class KerasOptimizer(Optimizer):
-    """Stands for a Keras optimizer; `of` makes one that also has its name.
+    """A Keras optimizer; `of` makes one that also has its name.
 
     Args:
         own: The Keras optimizer, built.
@@ -38,52 +37,51 @@ class KerasOptimizer(Optimizer):
         self.variables = variables
         """The variables that it trains."""
         self._stepping = False
-        # An earlier job may have left without a word.
-        vars(own).pop(_SEAM, None)
-        self._ask_own = getattr(own, _SEAM)
+        # Also where an earlier job has not released the optimizer.
+        self._ask_own = keras_names.own_rate(own)
         group: dict[str, Any] = {"lr": self._own_lr()}
         if hasattr(own, "beta_1") and hasattr(own, "beta_2"):
             group["betas"] = (float(own.beta_1), float(own.beta_2))
         if getattr(own, "epsilon", None) is not None:
             group["eps"] = float(own.epsilon)
         if own.weight_decay:
-            # Keras takes lr * weight_decay of the variable off, whatever the optimizer.
+            # Keras subtracts lr * weight_decay * variable, whatever the optimizer.
             group.update(weight_decay=float(own.weight_decay), decoupled_weight_decay=True)
         super().__init__([variable.value for variable in variables], group)
-        vars(own)[_SEAM] = self._learning_rate
+        keras_names.replace_rate(own, self._current_rate)
 
     @classmethod
     def of(cls, own: Any, variables: list[Any]) -> KerasOptimizer:
-        """Makes one whose class has the name of the Keras optimizer: rules go by it."""
+        """Make one whose class has the name of the Keras optimizer: it decides on the rule."""
         name = type(own).__name__
         named = type(_TORCH_NAMES.get(name, name), (cls,), {"__module__": __name__})
         made: KerasOptimizer = named(own, variables)
         return made
 
     def release(self) -> None:
-        """Gives the Keras optimizer its own method back."""
-        vars(self.own).pop(_SEAM, None)
+        """Restore the Keras optimizer."""
+        keras_names.restore_rate(self.own)
 
     # The learning rate ---------------------------------------------------------------------
 
     @property
     def schedule(self) -> Any:
         """The LearningRateSchedule of the Keras optimizer; None if it has a plain rate."""
-        rate = self.own._learning_rate
+        rate = keras_names.rate_of(self.own)
         scheduled = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
         return rate if scheduled else None
 
     def _own_lr(self) -> float:
         return float(keras.ops.convert_to_tensor(self._ask_own()))
 
-    def _learning_rate(self) -> Any:
-        """What the Keras optimizer and its callbacks take for the learning rate."""
+    def _current_rate(self) -> Any:
+        """The learning rate that the Keras optimizer and its callbacks see."""
         if self._stepping or self.schedule is not None:
             return self.param_groups[0]["lr"]
         return self._ask_own()
 
     def follow(self) -> None:
-        """Takes over what callbacks have set; where there is a schedule, a clock says it."""
+        """Read the learning rate that callbacks have set, unless a schedule sets it."""
         if self.schedule is None:
             self.param_groups[0]["lr"] = self._own_lr()
 
@@ -91,14 +89,14 @@ class KerasOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Applies the gradient with the hyper-parameters of the moment."""
+        """Apply the gradient with the hyper-parameters of the group."""
         with self._lent():
             self.own.apply([variable.value.grad for variable in self.variables], self.variables)
 
     @contextmanager
     def _lent(self) -> Iterator[None]:
-        """Hands the values of the group to the Keras optimizer, and restores its own."""
-        own, group, model = self.own, self.param_groups[0], current_job().model
+        """Set the values of the group in the Keras optimizer, and restore its own afterwards."""
+        own, group, model = self.own, self.param_groups[0], Home().job.model
         lent: dict[str, Any] = {}
         if "betas" in group:
             lent["beta_1"], lent["beta_2"] = group["betas"]
@@ -126,28 +124,28 @@ class KerasOptimizer(Optimizer):
         return by_name(self.own.variables)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned."""
+        """Load what `state_dict` returned."""
         assign(self.own.variables, state)
         self.follow()
 
 
 class KerasSchedule(LRScheduler):
-    """A LearningRateSchedule of Keras as a scheduler of torch, which a clock can step."""
+    """A LearningRateSchedule of Keras as a scheduler of torch, for a clock to step."""
 
     def __init__(self, optimizer: KerasOptimizer) -> None:
         self._schedule = optimizer.schedule
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """The rate behind this many steps of the reference run."""
+        """The rate after this many steps of the reference run."""
         return [float(keras.ops.convert_to_tensor(self._schedule(self.last_epoch)))]
 
     def state_dict(self) -> dict[str, Any]:
-        """Only the count: the schedule is the script's."""
+        """Only the count: the schedule comes from the script."""
         return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict` returned."""
+        """Load what `state_dict` returned."""
         self.last_epoch = int(state_dict["last_epoch"])
         self.optimizer.param_groups[0]["lr"] = self.get_lr()[0]
 
@@ -155,7 +153,7 @@ class KerasSchedule(LRScheduler):
 def by_name(variables: list[Any]) -> dict[str, torch.Tensor]:
     """The values of variables, under names that are the same in every process.
 
-    Those of Keras count how many layers of a kind the process has made before.
+    Names in Keras depend on how many layers of a kind the process has made before.
     """
     return {
         f"{index}/{variable.name.rpartition('_')[2]}": variable.value.detach()
@@ -164,10 +162,10 @@ def by_name(variables: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def assign(variables: list[Any], state: Mapping[str, Any]) -> None:
-    """Gives variables the values that `by_name` returned.
+    """Set variables to the values that `by_name` returned.
 
     Raises:
-        ValueError: They are others.
+        ValueError: The names differ.
     """
     names = by_name(variables)
     if set(names) != set(state):

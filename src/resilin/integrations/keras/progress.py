@@ -1,9 +1,9 @@
-"""How far the calls of `fit` are: what of them is over, and where in its epoch the last one is.
+"""Progress of the calls of `fit`: which of them are over, and where in its epoch the last one is.
 
 A script that is started again calls `fit` as often as before. Calls that were over in the state
 that the job resumes from are skipped, with all their side effects; the one that was under way
-resumes; those after it run as ever. What a script does between two calls is done again, before the
-state is loaded: it may freeze, compile anew, or set a learning rate.
+resumes; later ones run as usual. The code between two calls runs again, before the state is loaded:
+it may freeze, compile again, or set a learning rate.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from typing import Any
 
 import keras  # type: ignore[import-untyped]
 
+from resilin.engine.collectives import State
 from resilin.integrations.keras.files import POSITION, appending, position
 from resilin.integrations.keras.optimizer import assign, by_name
 from resilin.integrations.memory import Memory
-from resilin.training.job import Job, current_job
+from resilin.training.bridge.home import Home
+from resilin.training.state.shards import all_whole
+from resilin.training.state.snapshot import join, split
 
 NAME = "keras"
-"""What the state of `fit` is called in that of the job."""
+"""Name of the state of `fit` in the state of the job."""
 
 
 class Progress:
@@ -33,7 +36,7 @@ class Progress:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.job: Job = current_job()
+        self.home = Home()
         """The job that it belongs to."""
         self.calls = 0
         """Calls of `fit` that the script has begun."""
@@ -52,18 +55,18 @@ class Progress:
         self._writers: set[str] = set()
         self._written: dict[str, Any] = {}
         self._restored: Mapping[str, Any] | None = None
-        self.job.registry.add(NAME, self)
+        self.home.registry.add(NAME, self)
 
     # The calls -----------------------------------------------------------------------------
 
     def call(self, num_epochs: int) -> tuple[int, int]:
-        """A call of `fit` begins.
+        """Begin a call of `fit`.
 
         Args:
-            num_epochs: How many epochs it has.
+            num_epochs: Number of its epochs.
 
         Returns:
-            Its number, and how many epochs the calls before it had.
+            Its number, and the number of epochs of earlier calls.
         """
         number, first = self.calls, self.epochs
         self.calls += 1
@@ -71,17 +74,17 @@ class Progress:
         return number, first
 
     def is_over(self, number: int) -> bool:
-        """Whether a call was over, and another one under way, where the job resumes."""
+        """Whether a later call was under way in the state that the job resumes from."""
         return self._restored is not None and number < self._restored["fit"]
 
     def skip(self, number: int) -> Any:
-        """Passes over a call: the model gets the newest weights there are, and its History.
+        """Skip a call: the model gets the newest weights and its History.
 
         Args:
             number: The number of the call.
         """
         assert self._restored is not None
-        weights = self.job.registry.restored("model")
+        weights = self.home.registry.restored("model")
         if weights is not None:
             assign(self._model.variables, weights)
         history = keras.callbacks.History()
@@ -93,11 +96,11 @@ class Progress:
     # The callbacks -------------------------------------------------------------------------
 
     def watch(self, callbacks: Iterable[Any], is_writer: Callable[[Any], bool]) -> None:
-        """Notes what the callbacks of this call are before training changes them.
+        """Note the state of callbacks before training changes them.
 
         Args:
-            callbacks: Those of all replicas, in the same order everywhere.
-            is_writer: Says which of them run in the first replica alone.
+            callbacks: Callbacks of all replicas, in the same order everywhere.
+            is_writer: Whether a callback runs in the first replica alone.
         """
         model, optimizer = self._model, self._model.optimizer
         kept = [model, optimizer, *model.variables, *optimizer.variables]
@@ -114,12 +117,12 @@ class Progress:
 
     @contextmanager
     def beginning(self, number: int, history: Any) -> Iterator[bool]:
-        """Surrounds the hooks with which a call begins.
+        """Surround the hooks at the start of a call.
 
         These are `on_train_begin` and, in a call that resumes within an epoch, `on_epoch_begin`.
-        Callbacks make in them what cannot be kept, such as files and progress bars. What else the
-        hooks do was done before the state was kept, and is undone: changes of the weights, of the
-        optimizer, of metrics, and of what callbacks remember.
+        Callbacks open files and progress bars in them, which no state can hold. Everything else
+        that the hooks do is already in the state, and is undone: changes of weights, optimizer,
+        metrics, and the state of callbacks.
 
         Args:
             number: The number of the call.
@@ -158,8 +161,8 @@ class Progress:
                 self._memories[id(callback)].give(remembered[name], type(callback).__name__)
             else:
                 warnings.warn(
-                    f"callback {name} is not in the state that the job resumes from: it begins "
-                    "anew",
+                    f"callback {name} is not in the state that the job resumes from: it starts "
+                    "from its initial state",
                     stacklevel=2,
                 )
         for name in remembered.keys() - self._named.keys():
@@ -169,21 +172,24 @@ class Progress:
             )
 
     def ended(self) -> None:
-        """The call is over; its History stays."""
+        """End the call, and keep its History."""
         self._histories.append({"epoch": self._history.epoch, "history": self._history.history})
         self._fit, self._begun = self._fit + 1, False
         self._named = {}
 
     def share(self) -> None:
-        """Tells all replicas what callbacks remember that run in one of them. Collective."""
-        engine = self.job.engine
-        if engine.num_replicas == 1 or not self._writers:
+        """Share the state of callbacks that run in one replica. Collective."""
+        engine = self.home.engine
+        if engine.membership.num_replicas == 1 or not self._writers:
             return
-        mine = {n: self._take(n) for n in self._writers} if engine.replica == 0 else None
-        self._written = engine.broadcast(mine, source=0)
+        mine = {n: self._take(n) for n in self._writers} if engine.membership.replica == 0 else None
+        peers = engine.collectives()
+        tree, tensors = split("callbacks", mine)
+        received = peers.broadcast_state(State(tree, all_whole(tensors)), source=0)
+        self._written = join(received.tree, received.tensors)
 
     def _mine(self) -> list[tuple[str, Any]]:
-        first = self.job.engine.replica == 0
+        first = self.home.engine.membership.replica == 0
         return [pair for pair in self._named.items() if first or pair[0] not in self._writers]
 
     def _take(self, name: str) -> dict[str, Any]:
@@ -193,13 +199,13 @@ class Progress:
         return taken if length is None else {**taken, POSITION: length}
 
     def _remembered(self) -> dict[str, Any]:
-        told = self._written if self.job.engine.num_replicas > 1 else {}
-        return {name: told[name] if name in told else self._take(name) for name in self._named}
+        shared = self._written if self.home.engine.membership.num_replicas > 1 else {}
+        return {name: shared[name] if name in shared else self._take(name) for name in self._named}
 
     # State ---------------------------------------------------------------------------------
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Which call it is, how far its epoch is, its metrics, and what callbacks remember."""
+        """Number and position of the call, its metrics, and the state of callbacks."""
         if self._restored is not None:
             # Nothing has been done since.
             return self._restored
@@ -214,7 +220,7 @@ class Progress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned, when its call of `fit` comes.
+        """Load what `state_dict` returned; it is restored when its call of `fit` comes.
 
         Raises:
             ValueError: It does not say which call was under way.

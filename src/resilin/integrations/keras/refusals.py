@@ -1,4 +1,4 @@
-"""What Keras may be told and resilin cannot honour: refused with both values, never ignored."""
+"""Settings of Keras that resilin does not support: rejected with both values."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from typing import Any
 
 import keras  # type: ignore[import-untyped]
 
+from resilin.compat.keras_names import has_mask
+
 _OPTIMIZER = {
     "gradient_accumulation_steps": "the step accumulates what batch_size needs",
     "loss_scale_factor": "noise is measured in gradients as they are",
 }
-"""What an optimizer must leave at None, and why."""
+"""Settings of an optimizer that must be None, and why."""
 _MEANS = ("sum_over_batch_size", "mean")
 _WEIGHTED_MEAN = "mean_with_sample_weight"
 _WRITERS = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "RemoteMonitor", "OrbaxCheckpoint")
 
 
 def check_model(model: Any, *, weighted: bool) -> None:
-    """Refuses what a Keras model was compiled with.
+    """Reject settings that a Keras model was compiled with.
 
     Args:
         model: The Keras model.
-        weighted: Whether the user says what a micro-batch weighs.
+        weighted: Whether the user gives the weight of micro-batches.
 
     Raises:
         ValueError: Names the setting, its value, the value that it must have, and why.
@@ -33,7 +35,7 @@ def check_model(model: Any, *, weighted: bool) -> None:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             f"dtype policy ({model.dtype_policy.name!r}) needs a LossScaleOptimizer, which skips "
-            "steps by itself: use 'mixed_bfloat16'"
+            "steps on its own: use 'mixed_bfloat16'"
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"optimizer ({optimizer!r}) must be an optimizer of Keras")
@@ -56,7 +58,7 @@ def check_model(model: Any, *, weighted: bool) -> None:
 
 
 def check_step(model: Any) -> None:
-    """Refuses what replaces the step that `fit` makes with torch.
+    """Reject what would replace the step of `fit` with torch.
 
     Raises:
         ValueError: As in `check_model`.
@@ -80,15 +82,15 @@ def check_step(model: Any) -> None:
 
 
 def check_fit(batch_size: int, arguments: Mapping[str, Any]) -> None:
-    """Refuses arguments of `fit`.
+    """Reject arguments of `fit`.
 
     Raises:
         ValueError: As in `check_model`.
     """
-    told = arguments["batch_size"]
-    if told not in (None, batch_size):
+    given = arguments["batch_size"]
+    if given not in (None, batch_size):
         raise ValueError(
-            f"batch_size ({told}) of fit() must be that of the Model ({batch_size}), or left out: "
+            f"batch_size ({given}) of fit() must be that of the Model ({batch_size}), or left out: "
             "set_batch_size() changes the batch"
         )
     if (steps := arguments["steps_per_epoch"]) is not None:
@@ -101,24 +103,25 @@ def check_fit(batch_size: int, arguments: Mapping[str, Any]) -> None:
     for callback in keras.tree.flatten(callbacks or []):
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ValueError(
-                "BackupAndRestore goes back to the begin of an epoch, and does not know the data: "
+                "BackupAndRestore resumes at the start of an epoch, and does not know the data: "
                 "use resilin.checkpoint_to()"
             )
 
 
 def is_writer(callback: Any) -> bool:
-    """Whether a callback of Keras writes somewhere: one replica has to, and only one may."""
+    """Whether a callback of Keras writes files, so that only one replica may run it."""
     return any(base.__name__ in _WRITERS for base in type(callback).__mro__)
 
 
 def check_mask(outputs: Any) -> None:
-    """Refuses a loss that is a mean over what a mask leaves, where micro-batches weigh by samples.
+    """Reject outputs with a mask where micro-batches are weighted by samples.
 
     Raises:
         ValueError: The outputs have a mask.
     """
-    if any(getattr(leaf, "_keras_mask", None) is not None for leaf in keras.tree.flatten(outputs)):
+    if any(has_mask(leaf) for leaf in keras.tree.flatten(outputs)):
         raise ValueError(
-            "the outputs have a mask, so the loss is a mean over what it leaves, and micro-batches "
-            "would weigh by samples: pass batch_weight=, such as the number of tokens"
+            "the outputs have a mask, so the loss is a mean over the entries that it keeps, but "
+            "micro-batches are weighted by samples: pass batch_weight=, such as the number of "
+            "tokens"
         )

@@ -9,18 +9,18 @@ from typing import Any, cast
 import keras  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
+from resilin.compat import keras_names
 from resilin.integrations.keras.optimizer import KerasOptimizer, KerasSchedule, assign, by_name
 from resilin.integrations.keras.progress import Progress
 from resilin.integrations.keras.refusals import check_mask
 from resilin.integrations.keras.variables import Agreement
-from resilin.training.job import current_job
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
-from resilin.training.watching import record
+from resilin.training.script.events import record
 
 
 class _Trained(nn.Module):
-    """The model with its loss, so that whatever has a gradient is within one forward pass."""
+    """The model with its loss, so that one forward pass has all that has a gradient."""
 
     def __init__(self, model: Any, *, masked: bool) -> None:
         super().__init__()
@@ -29,21 +29,17 @@ class _Trained(nn.Module):
 
     def forward(self, x: Any, y: Any, sample_weight: Any) -> tuple[Tensor, Any]:
         model = self.model
-        training = {"training": True} if model._call_has_training_arg else {}
-        outputs = model(x, **training)
+        outputs = keras_names.call_in_training(model, x)
         if not self._masked:
             check_mask(outputs)
-        loss = model._compute_loss(
-            x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True
-        )
-        return loss, outputs
+        return keras_names.loss_of(model, x, y, outputs, sample_weight), outputs
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
-        """All variables of the model, under names that do not depend on what was made before."""
+        """All variables of the model, under names that are the same in every process."""
         return by_name(self.model.variables)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
-        """Takes over what `state_dict` returned."""
+        """Load what `state_dict` returned."""
         assign(self.model.variables, state_dict)
 
 
@@ -52,11 +48,11 @@ class Steps:
 
     Args:
         model: The Keras model, built and compiled.
-        schedule_by: What steps a LearningRateSchedule: `rule`, a clock, or `user` for once per
+        schedule_by: Who steps a LearningRateSchedule: `rule`, a clock, or `user` for once per
             optimizer step, as Keras does.
-        progress: How far the epoch is.
+        progress: Progress of the epoch.
         masked: Whether the outputs may have a mask.
-        **settings: Those of `AdaptiveDataParallel`.
+        **settings: Arguments of `AdaptiveDataParallel`.
     """
 
     def __init__(
@@ -71,7 +67,7 @@ class Steps:
         self._model = model
         self._progress = progress
         self.optimizer = KerasOptimizer.of(model.optimizer, model.trainable_variables)
-        """The optimizer of the model, as one of torch."""
+        """The optimizer of the model, as an optimizer of torch."""
         scheduler = None if self.optimizer.schedule is None else KerasSchedule(self.optimizer)
         self._scheduler = scheduler if schedule_by == "user" else None
         self.parallel = AdaptiveDataParallel(
@@ -81,8 +77,8 @@ class Steps:
             schedule_by="user" if scheduler is None else schedule_by,
             **settings,
         )
-        """What weighs, reduces and measures the gradient."""
-        self._agreement = Agreement(model)
+        """The model in training."""
+        self._agreement = Agreement(model, progress.home.engine)
 
     def trains(self, variables: list[Any]) -> bool:
         """Whether these are the variables that it trains."""
@@ -90,10 +86,10 @@ class Steps:
         return [*map(id, mine)] == [*map(id, variables)]
 
     def check(self) -> None:
-        """Called when an epoch begins: what is trained must not have changed since `fit` began.
+        """Check at the start of an epoch that `fit` still trains the same variables.
 
         Raises:
-            ValueError: It has.
+            ValueError: They have changed.
         """
         if not self.trains(now := self._model.trainable_variables):
             raise ValueError(
@@ -103,20 +99,20 @@ class Steps:
             )
 
     def epoch(self, loader: AdaptiveDataLoader, begins: Callable[[int], None]) -> Generator[int]:
-        """Trains for one epoch, or what is left of it.
+        """Train for one epoch, or the rest of it.
 
         Args:
             loader: The data.
-            begins: Is told the number of each step before it.
+            begins: Called with the number of each step before it.
 
         Yields:
-            The number of each step, behind it.
+            The number of each step, after it.
         """
         progress, weight = self._progress, 0.0
-        # A generator: left early, it must end before the next one begins.
+        # A generator that is left early must end before the next one begins.
         with closing(cast(Generator[Any], iter(loader))) as batches:
             for batch in batches:
-                micro = current_job().micro_batch
+                micro = progress.home.micro_batch
                 assert micro is not None
                 if micro.index == 0:
                     begins(progress.step)
@@ -142,10 +138,10 @@ class Steps:
         self.optimizer.step()
         self.optimizer.zero_grad()
         if weight:
-            model._loss_tracker.update_state(loss.detach(), sample_weight=weight)
+            keras_names.track_loss(model, loss.detach(), weight)
             model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
     def release(self) -> None:
-        """Gives the Keras optimizer back as it was."""
+        """Restore the Keras optimizer."""
         self.parallel.release()
         self.optimizer.release()

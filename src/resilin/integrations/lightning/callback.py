@@ -1,4 +1,4 @@
-"""`Elastic`: what the Trainer tells resilin, and what resilin has to say in its logs and files."""
+"""`Elastic`: the callback that connects the hooks, logs and files of a Trainer to the job."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from resilin.compat import lightning_names
 from resilin.integrations.lightning.resume import (
     EPOCH_END,
     FITS,
@@ -18,28 +19,28 @@ from resilin.integrations.lightning.resume import (
 )
 from resilin.integrations.lightning.steps import InSteps
 from resilin.telemetry.tensorboard import PREFIX
-from resilin.training import registry
-from resilin.training.boundaries import start
-from resilin.training.carried import CarriedState
-from resilin.training.epochs import begin_epoch
-from resilin.training.job import current_job
-from resilin.training.readout import read_out
+from resilin.training.bridge.carried import CarriedState
+from resilin.training.bridge.home import Home
+from resilin.training.bridge.readout import read_out
+from resilin.training.lifecycle import start
+from resilin.training.script.epochs import begin_epoch
+from resilin.training.state import replica_parts
 
 SAVED = ("model", "optimizer", "scheduler", "scaler")
-"""What checkpoints of Lightning hold anyway."""
-_LOGGED = f"{registry.SUMS}{SUMS}"
+"""Parts that checkpoints of Lightning have already."""
+_LOGGED = f"{replica_parts.SUMS}{SUMS}"
 
 
 class Elastic(Callback):
-    """Logs what resilin knows of each step, and puts the job's state into the checkpoints.
+    """Logs the metrics of each step, and adds the state of the job to the checkpoints.
 
-    `ElasticStrategy` adds one by itself; make it only to change its settings. Logged are, with each
-    step, what `resilin.training.readout.read_out` says: gain, scale, global batch size, progress,
-    the noise scale as soon as it was measured, and more.
+    `ElasticStrategy` adds one automatically; make one only to change its settings. Each step logs
+    the metrics of `resilin.training.bridge.readout.read_out`: gain, scale, global batch size,
+    progress, the noise scale once it was measured, and more.
 
     Args:
         log: Whether to log.
-        prefix: What the names of the metrics begin with.
+        prefix: Prefix of the names of the metrics.
     """
 
     def __init__(self, *, log: bool = True, prefix: str = PREFIX) -> None:
@@ -51,24 +52,24 @@ class Elastic(Callback):
     # The start and the end -----------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training begins, or resumes where the newest state was taken that resilin has kept."""
+        """Begin training, or resume from the newest state of the job."""
         strategy = _strategy(trainer)
         assert strategy.steps is not None
         assert strategy.fit is not None
-        job = current_job()
+        home = Home()
         # How many steps an epoch takes depends on their batch sizes: the loader says when it ends.
         trainer.fit_loop.max_batches = math.inf
         if isinstance(trainer.val_check_interval, float):
             trainer.val_check_batch = math.inf
         strategy.fit.train_start()
-        job.total_epochs = None if trainer.max_epochs == -1 else trainer.max_epochs
-        if start(job).active:
-            # The Trainer's handlers communicate in the middle of whatever a replica is doing.
-            trainer._signal_connector.teardown()
+        home.set_total_epochs(None if trainer.max_epochs == -1 else trainer.max_epochs)
+        if start(home.job).active:
+            # The handlers of the Trainer communicate, whatever the replica is doing.
+            lightning_names.release_signals(trainer)
         strategy.steps.loader.take_part()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """All epochs are done, and the hooks of the others are to come."""
+        """Note that all epochs are done; the hooks of other callbacks are to come."""
         fit = _strategy(trainer).fit
         assert fit is not None
         fit.phase = TRAIN_END
@@ -78,13 +79,13 @@ class Elastic(Callback):
     # Epochs --------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The next thing is a step."""
+        """Note that a step is next."""
         fit = _strategy(trainer).fit
         assert fit is not None
         fit.phase = STEPS
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """No part of a step: what is run now is not trained on."""
+        """End the steps of the epoch, and switch the model to evaluation."""
         strategy = _strategy(trainer)
         self._end_steps(strategy, VALIDATION)
         if strategy.fit is not None and not trainer.sanity_checking:
@@ -93,18 +94,18 @@ class Elastic(Callback):
             strategy.parallel.training = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training goes on."""
+        """Switch the model back to training."""
         if (model := _strategy(trainer).parallel) is not None:
             model.training = True
-        # Schedulers wait for metrics in an epoch that was resumed, and now there are some.
-        trainer.fit_loop._restarting = False
+        # Schedulers wait for metrics in a resumed epoch, and now there are some.
+        lightning_names.set_restarting(trainer.fit_loop, False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The end of an epoch, if there was no validation that came before."""
+        """End the steps of the epoch, if no validation has."""
         self._end_steps(_strategy(trainer), EPOCH_END)
 
     def _end_steps(self, strategy: InSteps, phase: str) -> None:
-        """The loader learns that the epoch is over, if it is; a state is kept."""
+        """End the epoch of the loader, if its steps are done, and keep a state."""
         if strategy.steps is not None and strategy.steps.loader.ends_epoch:
             assert strategy.fit is not None
             strategy.fit.phase = phase
@@ -115,14 +116,14 @@ class Elastic(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs the step."""
+        """Log the step."""
         if self._log:
             # None of these is a mean over samples.
             pl_module.log_dict(read_out(self._prefix), on_step=True, on_epoch=False, batch_size=1)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the job without what the Trainer saves itself. Collective."""
-        if current_job().model is None and self._last is not None:
+        if Home().job.model is None and self._last is not None:
             return self._last
         state = self._carried.state_dict()
         # A checkpoint of Lightning resumes where its loops say, which may be the next epoch.
@@ -130,7 +131,7 @@ class Elastic(Callback):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict` returned."""
+        """Load what `state_dict` returned."""
         self._carried.load_state_dict(state_dict)
 
 

@@ -1,8 +1,7 @@
-"""Fabric: the loop is the user's own, so what it needs is a strategy and data on the device."""
+"""Fabric: a strategy, and a `setup` that also moves batches to the device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NoReturn
 
@@ -12,10 +11,12 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from resilin.compat import lightning_names
 from resilin.core.rules import ScalingRule
 from resilin.engine.group import DEFAULT_TIMEOUT, init_process_group
 from resilin.integrations.lightning.callback import SAVED
-from resilin.training.carried import CarriedState
+from resilin.training.bridge.carried import CarriedState
+from resilin.training.bridge.placed_loader import PlacedLoader
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
 
@@ -30,7 +31,7 @@ class ElasticFabricStrategy(DDPStrategy):
 
     Args:
         rule: Name of a scaling rule or a rule of your own; `auto` chooses by the optimizer.
-        schedule_by: What steps the scheduler that was given to `fabric.setup`: `user` is your
+        schedule_by: Who steps the scheduler that was given to `fabric.setup`: `user` is your
             loop, `rule` the clock of the rule; see `AdaptiveDataParallel`.
         stats_every: Measure the noise every so many steps; see `AdaptiveDataParallel`.
         stats_budget: Time for measuring, as a fraction of the step, under `auto`; None takes 0.02.
@@ -49,6 +50,7 @@ class ElasticFabricStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        lightning_names.check_strategy(self)
         self._elastic: dict[str, Any] = {
             "rule": rule,
             "schedule_by": schedule_by,
@@ -56,25 +58,25 @@ class ElasticFabricStrategy(DDPStrategy):
             "stats_budget": stats_budget,
             "tokens_per_step": tokens_per_step,
         }
-        self._backward_sync_control = _NoControl()  # type: ignore[assignment]
+        lightning_names.replace_sync_control(self, _NoControl())
 
     def setup_environment(self) -> None:
-        """Joins the other processes, under a name that no earlier group on this store has had."""
+        """Join the other processes, under a group name that is new on this store."""
         if isinstance(self.cluster_environment, TorchElasticEnvironment):
-            backend = self._get_process_group_backend()
-            init_process_group(backend, timeout=self._timeout or DEFAULT_TIMEOUT)
+            backend, timeout = lightning_names.process_group_of(self)
+            init_process_group(backend, timeout=timeout or DEFAULT_TIMEOUT)
         super().setup_environment()
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Gives model, optimizer and scheduler to resilin."""
+        """Wrap the model, and gate its optimizer and scheduler."""
         if len(optimizers) != 1:
             raise ValueError(
                 f"fabric.setup() got {len(optimizers)} optimizers; resilin trains with 1"
             )
-        arguments = dict(self._ddp_kwargs)
-        if (device_ids := self._determine_ddp_device_ids()) is not None:
+        arguments = lightning_names.ddp_arguments(self)
+        if (device_ids := lightning_names.device_ids(self)) is not None:
             arguments["device_ids"] = device_ids
         parallel = AdaptiveDataParallel(
             module,
@@ -87,20 +89,20 @@ class ElasticFabricStrategy(DDPStrategy):
         return parallel, optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> NoReturn:
-        """Refuses: resilin needs to know the optimizer as well."""
+        """Reject a model without its optimizer."""
         raise ValueError(
             "fabric.setup_module() gives a model without its optimizer: use "
             "fabric.setup(model, optimizer)"
         )
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any | Tensor]:
-        """That of the user's module."""
+        """State of the user's module."""
         return super().get_module_state_dict(_bare(module))
 
     def load_module_state_dict(
         self, module: nn.Module, state_dict: dict[str, Any | Tensor], strict: bool = True
     ) -> None:
-        """Loads it into the user's module."""
+        """Load a state into the user's module."""
         super().load_module_state_dict(_bare(module), dict(state_dict), strict=strict)
 
     def clip_gradients_norm(
@@ -111,7 +113,7 @@ class ElasticFabricStrategy(DDPStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clips the gradient of the step, once it is complete."""
+        """Clip the gradient of the step, once it is complete."""
         if isinstance(module, AdaptiveDataParallel) and module.step_waits():
             return None  # type: ignore[return-value]
         with _changing(module):
@@ -122,7 +124,7 @@ class ElasticFabricStrategy(DDPStrategy):
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float | int
     ) -> None:
-        """Clips the gradient of the step, once it is complete."""
+        """Clip the gradient of the step, once it is complete."""
         if not (isinstance(module, AdaptiveDataParallel) and module.step_waits()):
             with _changing(module):
                 super().clip_gradients_value(module, optimizer, clip_val)
@@ -137,34 +139,15 @@ def _bare(module: nn.Module) -> nn.Module:
 
 
 class _NoControl:
-    """Stands where Fabric looks for a way to hold back the reduction."""
+    """Takes the place of Fabric's control over the reduction of gradients."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Refuses: which micro-batch synchronises is the loader's to say."""
+        """Reject it: the loader decides which micro-batch synchronises."""
         raise ValueError(
-            f"fabric.no_backward_sync(enabled={enabled}) cannot be honoured: the loader "
-            "accumulates by itself (max_local_bsz=), and only the last micro-batch of a step "
+            f"fabric.no_backward_sync(enabled={enabled}) is not supported: the loader "
+            "accumulates (max_local_bsz=), and only the last micro-batch of a step "
             "synchronises"
         )
-
-
-class Placed:
-    """A loader whose batches are on the device of Fabric; otherwise the loader itself."""
-
-    def __init__(self, fabric: Fabric, loader: AdaptiveDataLoader) -> None:
-        self._fabric = fabric
-        self._loader = loader
-
-    def __len__(self) -> int:
-        """Reference steps in one epoch."""
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            yield self._fabric.to_device(batch)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
 
 def setup(
@@ -174,14 +157,14 @@ def setup(
     loader: AdaptiveDataLoader,
     scheduler: Any = None,
 ) -> tuple[Any, Any, Any]:
-    """Sets up a model, its optimizer and its data, as `fabric.setup` and `setup_dataloaders` do.
+    """Set up a model, its optimizer and its data, as `fabric.setup` and `setup_dataloaders` do.
 
     Args:
         fabric: Made with an `ElasticFabricStrategy`, and launched.
         model: The module to train.
         optimizer: Its optimizer.
         loader: The data to train on.
-        scheduler: The scheduler, if it is to be stepped by a clock or kept by resilin.
+        scheduler: The scheduler, if a clock steps it or resilin keeps its state.
 
     Returns:
         Model, optimizer and loader, to be used in their place.
@@ -200,9 +183,9 @@ def setup(
             "resilin.AdaptiveDataLoader, whose batch_size is the global one"
         )
     model, wrapped, *_ = fabric.setup(model, optimizer, scheduler=scheduler)
-    # The one that Fabric's wrapper inherits would clear what is being accumulated.
+    # The method that Fabric's wrapper inherits would clear a gradient that is being accumulated.
     vars(wrapped)["zero_grad"] = optimizer.zero_grad
-    return model, wrapped, Placed(fabric, loader)
+    return model, wrapped, PlacedLoader(loader, fabric.to_device)
 
 
 class JobState(CarriedState):

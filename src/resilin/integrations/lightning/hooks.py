@@ -1,9 +1,8 @@
-"""What callbacks, module and datamodule keep, in the terms of a checkpoint of Lightning.
+"""The state of callbacks, module and datamodule, as it would be in a checkpoint of Lightning.
 
-Whatever has a `state_dict` or an `on_save_checkpoint` hook is asked for its state by these, and
-gets it back by the other half of the pair, at the moment at which Lightning itself would do that.
-The weights of the model are not copied for them: where a hook puts them into the checkpoint, their
-names take their place.
+It is taken with `state_dict` and the `on_save_checkpoint` hooks, and restored with their
+counterparts, at the moment at which Lightning itself would restore it. The weights of the model are
+not copied: where a hook adds them to the checkpoint, their names are kept in their place.
 """
 
 from __future__ import annotations
@@ -15,26 +14,14 @@ from typing import Any
 
 import lightning
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from resilin.training.snapshot import split
+from resilin.compat.lightning_names import UNSAVED, call_module_hook, first_hyperparameters
+from resilin.training.state.snapshot import split
 
 _WEIGHT = "resilin/weight"
-"""The one key of what stands for a tensor of the model."""
-_BESIDE = (
-    "_last_global_step_saved",
-    "_last_checkpoint_saved",
-    "_defer_save_until_validation",
-    "current_score",
-    "_latest_update_epoch",
-)
-"""What callbacks of Lightning remember and leave out of their `state_dict`.
-
-They need it between the last step of an epoch and its end, where no checkpoint of Lightning is
-meant to resume.
-"""
+"""Key of a placeholder for a tensor of the model."""
 
 
 def take(trainer: Trainer, own: type) -> dict[str, Any]:
@@ -48,7 +35,7 @@ def take(trainer: Trainer, own: type) -> dict[str, Any]:
     states = {callback.state_key: callback.state_dict() for callback in callbacks}
     beside = {
         callback.state_key: {
-            name: vars(callback)[name] for name in _BESIDE if name in vars(callback)
+            name: vars(callback)[name] for name in UNSAVED if name in vars(callback)
         }
         for callback in callbacks
     }
@@ -67,10 +54,10 @@ def take(trainer: Trainer, own: type) -> dict[str, Any]:
 def as_checkpoint(
     state: Mapping[str, Any], trainer: Trainer, weights: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The same as a checkpoint that the Trainer can restore.
+    """Convert a state to a checkpoint that the Trainer can restore.
 
     Args:
-        state: What `take` has returned.
+        state: Result of `take`.
         trainer: The Trainer.
         weights: The tensors of the model.
     """
@@ -87,14 +74,14 @@ def as_checkpoint(
 
 
 def give_callbacks(state: Mapping[str, Any], trainer: Trainer) -> None:
-    """Gives callbacks what their `state_dict` has returned."""
+    """Restore the states of callbacks."""
     for callback in _callbacks(trainer):
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(copy.deepcopy(state["callbacks"][callback.state_key]))
 
 
 def give_rest(state: Mapping[str, Any], trainer: Trainer) -> None:
-    """Gives back what no checkpoint of Lightning carries."""
+    """Restore the state that no checkpoint of Lightning carries."""
     for callback in _callbacks(trainer):
         for name, value in state["beside"].get(callback.state_key, {}).items():
             if name in vars(callback):
@@ -110,10 +97,10 @@ def _callbacks(trainer: Trainer) -> list[Any]:
 
 
 def _changed(owner: Any) -> dict[str, Any]:
-    """Hyperparameters that are not as they were saved at first."""
+    """Hyperparameters that have changed since they were saved first."""
     if owner is None or not getattr(owner, "hparams", None):
         return {}
-    first = owner._hparams_initial if hasattr(owner, "_hparams_initial") else {}
+    first = first_hyperparameters(owner)
     changed = {
         name: value
         for name, value in dict(owner.hparams).items()
@@ -128,12 +115,12 @@ def _differ(one: Any, other: Any) -> bool:
     try:
         return bool(one != other)
     except (RuntimeError, ValueError):
-        # Tensors and arrays, of which it is not said whether they are the same.
+        # Tensors and arrays have no single answer.
         return True
 
 
 def _added(trainer: Trainer, callbacks: list[Any], states: dict[str, Any]) -> dict[str, Any]:
-    """What `on_save_checkpoint` hooks add to a checkpoint, or replace in it."""
+    """Entries that `on_save_checkpoint` hooks add to a checkpoint, or replace in it."""
     module = trainer.lightning_module
     hooked = [each for each in (*callbacks, module) if is_overridden("on_save_checkpoint", each)]
     if not hooked:
@@ -153,7 +140,7 @@ def _added(trainer: Trainer, callbacks: list[Any], states: dict[str, Any]) -> di
     checkpoint = {**given, "state_dict": dict(weights)}
     for callback in callbacks:
         callback.on_save_checkpoint(trainer, module, checkpoint)
-    call._call_lightning_module_hook(trainer, "on_save_checkpoint", checkpoint)
+    call_module_hook(trainer, "on_save_checkpoint", checkpoint)
     added = {key: value for key, value in checkpoint.items() if value is not given.get(key)}
     if _same(added.get("state_dict", weights), weights):
         added.pop("state_dict", None)
@@ -163,7 +150,7 @@ def _added(trainer: Trainer, callbacks: list[Any], states: dict[str, Any]) -> di
         name = places.get(_place(value)) if isinstance(value, Tensor) else None
         return value if name is None else {_WEIGHT: name}
 
-    return _saveable(_mapped(added, named), "what on_save_checkpoint() adds as")
+    return _saveable(_mapped(added, named), "the entry of on_save_checkpoint()")
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -193,11 +180,11 @@ def _restored(value: Any, weights: Mapping[str, Tensor]) -> Any:
     return value
 
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def _saveable(values: dict[str, Any], what: str) -> dict[str, Any]:
-    """Those of the values that a state can hold; a warning names each other one, once."""
+    """Values that a state can hold; warn once about each of the others."""
     return {name: value for name, value in values.items() if _is_saveable(name, value, what)}
 
 
@@ -206,8 +193,8 @@ def _is_saveable(name: Any, value: Any, what: str) -> bool:
         split(str(name), value)
     except ValueError as error:
         text = f"{what} {name!r} does not survive the loss of a worker: {error}"
-        if text not in _told:
-            _told.add(text)
+        if text not in _warned:
+            _warned.add(text)
             warnings.warn(text, stacklevel=2)
         return False
     return True

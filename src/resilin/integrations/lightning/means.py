@@ -1,9 +1,8 @@
-"""What `self.log(on_epoch=True)` makes of an epoch: exact over replicas, and across restarts.
+"""Means of `self.log(on_epoch=True)` over an epoch: exact over replicas, and across restarts.
 
 Lightning divides a sum by a count on each replica, or the mean of the sums by the mean of the
-counts, which it rounds down to a whole number. Here both are summed over the replicas first, a
-micro-batch that is there only to take part counts nothing, and what a lost process had added is
-a part of the state of the job.
+counts, which it rounds down to a whole number. Here both are summed over the replicas first, filler
+micro-batches count nothing, and the sums of a lost process are a part of the state of the job.
 """
 
 from __future__ import annotations
@@ -16,18 +15,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
 
-from resilin.training.job import current_job
-from resilin.training.registry import LARGEST, SMALLEST
+from resilin.compat import lightning_names
+from resilin.compat.lightning_names import num_updates, set_num_updates, states_of
+from resilin.training.bridge.home import Home
+from resilin.training.state.replica_parts import LARGEST, SMALLEST
 
 _PLAIN = (
     "fx",
@@ -41,39 +36,40 @@ _PLAIN = (
     "dataloader_idx",
     "metric_attribute",
 )
-"""What a metric of Lightning is made with, apart from its reduction and how it is synchronised."""
+"""Fields of a logged value, apart from its reduction and synchronisation."""
 _OPERATIONS: dict[Any, str] = {dim_zero_sum: "", dim_zero_max: LARGEST, dim_zero_min: SMALLEST}
-"""How states of a torchmetrics metric are combined over replicas, in the words of the registry."""
+"""Operation of the registry for each reduction of torchmetrics."""
 _MOST = 4096
-"""Numbers that a state of a torchmetrics metric may have to be kept."""
+"""Largest state of a torchmetrics metric that is kept, in numbers."""
 
 
 def counts() -> bool:
-    """Whether the micro-batch at hand has samples of this replica, or is no micro-batch at all."""
-    micro_batch = current_job().micro_batch
+    """Whether the current batch counts: it has samples of this replica, or is not trained on."""
+    micro_batch = Home().micro_batch
     return micro_batch is None or micro_batch.weight > 0
 
 
-class EpochMetric(_ResultMetric):
-    """A value that was logged, with what was added to it before this process began."""
+class EpochMetric(lightning_names.ResultMetric):  # type: ignore[misc]
+    """A logged value, with the sums of an earlier process added."""
 
     carried: tuple[float, float] | None = None
-    """The same as `value` and `cumulated_batch_size`, from a process that was lost."""
+    """`value` and `cumulated_batch_size` of an earlier process."""
     carried_dtype = torch.float32
-    """What that value was computed in."""
+    """Its dtype."""
 
     def update(self, value: Any, batch_size: int) -> None:
-        """Adds a value; not in a micro-batch that has no samples of this replica."""
+        """Add a value, unless the micro-batch has no samples of this replica."""
         if not self.is_tensor or self.meta.fx != "training_step" or counts():
             super().update(value, batch_size)
         elif self.meta.on_step:
-            # Others may be synchronising it.
-            self._forward_cache = self.meta.sync(value.clone())
+            # Other replicas may be synchronising it.
+            lightning_names.show_in_step(self, self.meta.sync(value.clone()))
 
     def compute(self) -> Tensor:
         """The value of the epoch."""
         if not self.is_tensor:
-            return super().compute()
+            computed: Tensor = super().compute()
+            return computed
         value, count = self.total()
         if self.meta.is_mean_reduction:
             both = self._reduced(torch.stack([value, count.to(value)]), "sum")
@@ -87,7 +83,7 @@ class EpochMetric(_ResultMetric):
         return sync.fn(value, reduce_op=operation, group=sync.group)  # type: ignore[no-any-return]
 
     def total(self) -> tuple[Tensor, Tensor]:
-        """What this replica has added, with what was carried, and its weight."""
+        """Sum of this replica and of earlier processes, and its weight."""
         count = getattr(self, "cumulated_batch_size", torch.tensor(0))
         if self.carried is None:
             return self.value, count
@@ -99,14 +95,14 @@ class EpochMetric(_ResultMetric):
         return self.meta.reduce_fx(self.value.to(dtype), carried), count
 
 
-class EpochResults(_ResultCollection):
+class EpochResults(lightning_names.ResultCollection):  # type: ignore[misc]
     """The values that were logged in an epoch."""
 
-    def __setitem__(self, key: str, metric: _ResultMetric) -> None:
+    def __setitem__(self, key: str, metric: Any) -> None:
         super().__setitem__(key, EpochMetric(metric.meta, metric.is_tensor))
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        """Forgets values; those that were carried only with the end of their epoch."""
+        """Reset values; sums of earlier processes are kept until the end of their epoch."""
         super().reset(metrics, fx)
         for metric in self.values():
             if metrics is None and fx is None:
@@ -124,7 +120,7 @@ class EpochResults(_ResultCollection):
         ]
 
     def outline(self, metrics: Mapping[str, Metric]) -> dict[str, Any]:
-        """Which values there are, and how they were logged: the same on all replicas.
+        """Names of the values and how they were logged; the same on all replicas.
 
         Args:
             metrics: The torchmetrics metrics of the module, of which some may be logged.
@@ -149,28 +145,28 @@ class EpochResults(_ResultCollection):
         trainer: Trainer,
         metrics: Mapping[str, Metric],
     ) -> None:
-        """Makes the values again that `outline` has told of; empty so far."""
+        """Create the values that `outline` describes, without their sums."""
         for key, made in outline.items():
-            meta = _Metadata(
+            meta = lightning_names.Metadata(
                 **{name: made[name] for name in _PLAIN},
                 reduce_fx=made["reduce_fx"],
             )
-            meta.sync = _Sync(
-                _should=made["sync_dist"],
-                fn=trainer.strategy.reduce,
+            meta.sync = lightning_names.make_sync(
+                should=made["sync_dist"],
+                function=trainer.strategy.reduce,
                 rank_zero_only=made["rank_zero_only"],
             )
-            self[key] = _ResultMetric(meta, is_tensor=made["metric"] is None)
-            self[key]._update_count = 1
+            self[key] = lightning_names.ResultMetric(meta, is_tensor=made["metric"] is None)
+            set_num_updates(self[key], 1)
             if made["metric"] is None:
-                # Where this replica has added nothing before; the sums follow.
+                # This replica has added nothing yet; `add` sets the sums.
                 self[key].carried = (float(self[key].value), 0.0)
                 self[key].carried_dtype = made["dtype"]
             else:
                 self[key].value = metrics[made["metric"]]
 
     def sums(self) -> dict[str, float]:
-        """What this replica has added to each."""
+        """Sums of this replica."""
         kept = [(key, each, *each.total()) for key, each in self._kept() if each.is_tensor]
         if not kept:
             return {}
@@ -189,7 +185,7 @@ class EpochResults(_ResultCollection):
         return found
 
     def add(self, sums: Mapping[str, float]) -> None:
-        """Takes over sums of values that `revive` has made."""
+        """Set the sums of values that `revive` has created."""
         for key, metric in self.items():
             name = _operation(metric) + f"value {key}"
             if metric.carried is not None and name in sums:
@@ -211,8 +207,9 @@ class EpochSums:
 
     def __init__(self, trainer: Trainer) -> None:
         loop = trainer.fit_loop.epoch_loop
-        self.results = loop._results = EpochResults(training=True)
-        loop.val_loop._results = EpochResults(training=False)
+        self.results = EpochResults(training=True)
+        lightning_names.replace_results(loop, self.results)
+        lightning_names.replace_results(loop.val_loop, EpochResults(training=False))
         self._trainer = trainer
         self._left: dict[str, Any] = {}
 
@@ -221,7 +218,7 @@ class EpochSums:
         return self._trainer.lightning_module
 
     def state_dict(self) -> dict[str, Any]:
-        """This replica's part of everything."""
+        """Sums of this replica, of logged values and of metrics."""
         found = self.results.sums()
         for name, metric in metrics_of(self._module):
             for state, operation in _summable(metric):
@@ -231,13 +228,13 @@ class EpochSums:
         return {"sums": {**self._left, **found}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over a part; `resume` gives it to those that it belongs to."""
+        """Load sums; `resume` sets them."""
         self._left = dict(state["sums"])
 
     def outline(self) -> dict[str, Any]:
-        """What there is, in words: the same on all replicas."""
+        """Description of all values and metrics; the same on all replicas."""
         metrics = metrics_of(self._module)
-        used = [(name, metric) for name, metric in metrics if metric._update_count]
+        used = [(name, metric) for name, metric in metrics if num_updates(metric)]
         return {
             "logged": self.results.outline(dict(metrics)),
             "metrics": [name for name, metric in used if len(_summable(metric)) == _size(metric)],
@@ -245,7 +242,7 @@ class EpochSums:
         }
 
     def resume(self, outline: Mapping[str, Any]) -> None:
-        """Gives everything its part back."""
+        """Restore values and metrics from an outline and the loaded sums."""
         self.results.revive(outline["logged"], self._trainer, dict(metrics_of(self._module)))
         sums, self._left = self._left, {}
         self.results.add(sums)
@@ -263,14 +260,14 @@ class EpochSums:
 
 @contextmanager
 def untouched(module: LightningModule) -> Iterator[None]:
-    """Leaves the metrics of a module as they were, in a micro-batch that counts nothing."""
+    """Restore the metrics of a module after a micro-batch that counts nothing."""
     before = [
-        (metric, metric._update_count, copy.deepcopy(metric.metric_state))
+        (metric, num_updates(metric), copy.deepcopy(metric.metric_state))
         for _, metric in metrics_of(module)
     ]
     yield
     for metric, number, states in before:
-        metric._update_count, metric._computed = number, None
+        set_num_updates(metric, number)
         for state, value in states.items():
             setattr(metric, state, value)
 
@@ -281,15 +278,15 @@ def metrics_of(module: LightningModule) -> list[tuple[str, Metric]]:
 
 
 def _size(metric: Metric) -> int:
-    return len(metric._defaults)
+    return len(states_of(metric))
 
 
 def _summable(metric: Metric) -> list[tuple[str, str]]:
-    """The states that can be combined over replicas, and the prefix that says how."""
+    """States that can be combined over replicas, and the prefix of their operation."""
     return [
-        (state, _OPERATIONS[metric._reductions[state]])
-        for state, default in metric._defaults.items()
-        if metric._reductions[state] in _OPERATIONS
+        (state, _OPERATIONS[reduction])
+        for state, (default, reduction) in states_of(metric).items()
+        if reduction in _OPERATIONS
         and isinstance(default, Tensor)
         and isinstance(getattr(metric, state), Tensor)
         and getattr(metric, state).numel() <= _MOST
@@ -298,11 +295,11 @@ def _summable(metric: Metric) -> list[tuple[str, str]]:
 
 def _fill(name: str, metric: Metric, sums: Mapping[str, float]) -> None:
     for state, operation in _summable(metric):
-        default = metric._defaults[state]
+        default, _ = states_of(metric)[state]
         assert isinstance(default, Tensor)
         keys = [f"{operation}metric {name}.{state} {place}" for place in range(default.numel())]
         if all(key in sums for key in keys):
             values = torch.tensor([sums[key] for key in keys], dtype=torch.float64)
             now = getattr(metric, state)
             setattr(metric, state, values.to(now.dtype).reshape(now.shape).to(now.device))
-    metric._update_count, metric._computed = max(1, metric._update_count), None
+    set_num_updates(metric, max(1, num_updates(metric)))

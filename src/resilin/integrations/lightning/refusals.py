@@ -1,4 +1,4 @@
-"""What Lightning may be told and resilin cannot honour: refused with both values, never ignored."""
+"""Settings of Lightning that resilin does not support: rejected with both values."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from resilin.compat.lightning_names import results_of, validation_interval
+from resilin.training.bridge.home import Home
+
 _OWN = {
     "ddp_comm_hook": "the reduction of the gradient weighs it",
     "ddp_comm_state": "the reduction of the gradient weighs it",
@@ -14,20 +17,20 @@ _OWN = {
     "model_averaging_period": "replicas are the same after each step",
 }
 _TRAINER = {
-    "accumulate_grad_batches": (1, "the loader accumulates by itself: use max_local_bsz="),
+    "accumulate_grad_batches": (1, "the loader accumulates: use max_local_bsz="),
     "overfit_batches": (0.0, "it needs a sampler of its own: train on a subset of the data"),
     "limit_train_batches": (1.0, "an epoch is the loader's: use max_steps="),
-    "reload_dataloaders_every_n_epochs": (0, "the loader's order goes on from epoch to epoch"),
+    "reload_dataloaders_every_n_epochs": (0, "the loader continues its order from epoch to epoch"),
     "val_check_interval": (
         1.0,
         "how many steps an epoch has is not known before: use 1.0, or a number of steps",
     ),
 }
-"""What a Trainer must say, and why."""
+"""The value that a setting of the Trainer must have, and why."""
 
 
 def check_strategy(arguments: Mapping[str, Any]) -> None:
-    """Refuses arguments of `DDPStrategy` that cannot be honoured.
+    """Reject arguments of `DDPStrategy` that are not supported.
 
     Raises:
         ValueError: Names the argument, its value, and why it must be None.
@@ -38,7 +41,7 @@ def check_strategy(arguments: Mapping[str, Any]) -> None:
 
 
 def check_trainer(trainer: Trainer, model: LightningModule) -> None:
-    """Refuses settings of a Trainer that cannot be honoured.
+    """Reject settings of a Trainer that are not supported.
 
     Raises:
         ValueError: Names the setting, its value, the value that it must have, and why.
@@ -48,7 +51,7 @@ def check_trainer(trainer: Trainer, model: LightningModule) -> None:
             f"automatic_optimization (False) of {type(model).__name__} must be True: with manual "
             "optimization use Fabric, or a loop of your own"
         )
-    seconds = trainer._val_check_time_interval  # type: ignore[attr-defined]
+    seconds = validation_interval(trainer)
     if seconds is not None:
         raise ValueError(
             f"val_check_interval ({seconds} s) must be a number of steps, or 1.0: each replica "
@@ -64,7 +67,7 @@ def check_trainer(trainer: Trainer, model: LightningModule) -> None:
 
 
 def check_accumulation(trainer: Trainer) -> None:
-    """The same for the one setting that callbacks change while training is under way."""
+    """Reject accumulation that a callback has switched on during training."""
     if trainer.accumulate_grad_batches != 1:
         wanted, reason = _TRAINER["accumulate_grad_batches"]
         raise ValueError(
@@ -74,14 +77,26 @@ def check_accumulation(trainer: Trainer) -> None:
 
 
 def check_synced_logs(trainer: Trainer) -> None:
-    """The same for what communicates in `training_step`, where replicas may be unequally often."""
-    if trainer.world_size == 1 or trainer._results is None:
+    """Reject synced logging in `training_step`, in a step that has several micro-batches.
+
+    It communicates in each of them, and replicas may run different numbers of micro-batches.
+
+    Raises:
+        ValueError: Names the logged value, the size of the step, the rule, and the alternatives.
+    """
+    results = results_of(trainer)
+    if trainer.world_size == 1 or results is None:
         return
-    for metric in trainer._results.values():
+    for metric in results.values():
         meta = metric.meta
         if meta.fx == "training_step" and meta.on_step and meta.sync.should:
+            micro_batch = Home().micro_batch
+            assert micro_batch is not None
             raise ValueError(
-                f"self.log({meta.name!r}, on_step=True, sync_dist=True) in training_step() cannot "
-                "be honoured where a step has several micro-batches: replicas may run unequally "
-                "many of them; pass on_step=False, on_epoch=True"
+                f"self.log({meta.name!r}, on_step=True, sync_dist=True) was called in "
+                f"training_step(), in a step of {micro_batch.samples} samples on "
+                f"{trainer.world_size} replicas that has several micro-batches per replica. It "
+                "communicates in each micro-batch, so every replica would have to run the same "
+                "number of them, and replicas may run different numbers. Pass on_step=False, "
+                "on_epoch=True, or raise max_local_bsz of the loader to one micro-batch per step"
             )

@@ -8,30 +8,30 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from resilin.integrations.lightning.resume import Fit
-from resilin.training.epochs import begin_epoch
-from resilin.training.job import current_job
+from resilin.training.bridge.home import Home
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel
+from resilin.training.script.epochs import begin_epoch
 
 
 def launched() -> dict[str, int]:
-    """What launched this process, in the words of a Trainer or Fabric.
+    """Arguments of a Trainer or Fabric for the processes that the launcher has started.
 
-    The number of devices is not the script's to say when the launcher may change it:
+    A script must not name a number of devices that the launcher may change:
     `Trainer(strategy=ElasticStrategy(), **launched())`.
 
     Returns:
-        `devices` and `num_nodes`; both 1 in a process of its own.
+        `devices` and `num_nodes`; both 1 without a launcher.
     """
-    engine = current_job().engine
-    return {"devices": engine.num_local_replicas, "num_nodes": engine.num_hosts}
+    membership = Home().engine.membership
+    return {"devices": membership.num_local_processes, "num_nodes": membership.num_hosts}
 
 
 class Steps:
     """Yields the first micro-batch of each step; the strategy asks for the others.
 
-    So replicas take equally many batches of the Trainer, which communicates between batches, even
-    where one of them needs more micro-batches for its part of a step.
+    All replicas then take the same number of batches of the Trainer, which communicates between
+    batches, even where one of them needs more micro-batches for its part of a step.
     """
 
     def __init__(self, loader: AdaptiveDataLoader, trainer: Trainer) -> None:
@@ -40,7 +40,7 @@ class Steps:
         self._batches: Iterator[Any] | None = None
 
     def __len__(self) -> int:
-        """Reference steps in one epoch, which is what schedules are written in."""
+        """Reference steps in one epoch, the unit of schedules."""
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -50,8 +50,8 @@ class Steps:
 
     @property
     def step_is_whole(self) -> bool:
-        """Whether the micro-batch at hand completes this replica's part of the step."""
-        micro_batch = current_job().micro_batch
+        """Whether the current micro-batch completes this replica's part of the step."""
+        micro_batch = Home().micro_batch
         assert micro_batch is not None
         return micro_batch.last
 
@@ -61,26 +61,26 @@ class Steps:
         return next(self._batches)
 
     def finish(self) -> None:
-        """The epoch is over, and the Trainer will not ask for a next batch to find that out."""
+        """End the epoch: the Trainer will not ask for a next batch."""
         batches, self._batches = self._batches, None
         for _ in batches or ():
-            raise AssertionError("a batch came behind the end of the epoch")
+            raise AssertionError("a batch came after the end of the epoch")
 
     def close(self) -> None:
-        """Leaves the epoch, wherever it is."""
+        """Leave the epoch, wherever it is."""
         self._batches = None
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the loader."""
+        """State of the loader."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned."""
+        """Load what `state_dict` returned."""
         self.loader.load_state_dict(state)
 
 
 class InSteps:
-    """What callbacks may know of a strategy that trains in steps."""
+    """The parts of a strategy that callbacks use."""
 
     parallel: AdaptiveDataParallel | None = None
     """The model in training; None before and after."""

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from resilin.compat import lightning_names
 from resilin.core.rules import ScalingRule
 from resilin.engine.group import DEFAULT_TIMEOUT, init_process_group
 from resilin.integrations.lightning.callback import Elastic
@@ -26,7 +27,7 @@ from resilin.integrations.lightning.refusals import (
 )
 from resilin.integrations.lightning.resume import Fit
 from resilin.integrations.lightning.steps import InSteps, Steps
-from resilin.training.job import current_job
+from resilin.training.bridge.home import Home
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
 
@@ -35,7 +36,7 @@ NEVER = sys.maxsize
 
 
 class ElasticStrategy(InSteps, DDPStrategy):
-    """Trains with `AdaptiveDataParallel` on whatever number of processes there is.
+    """Trains with `AdaptiveDataParallel` on any number of processes.
 
     Give it to a Trainer, and an `AdaptiveDataLoader` as the train dataloader. A batch of the
     Trainer is then one optimizer step: `training_step` runs once per micro-batch, while
@@ -56,7 +57,7 @@ class ElasticStrategy(InSteps, DDPStrategy):
         **kwargs: Those of `DDPStrategy`, such as `find_unused_parameters` or `timeout`.
 
     Raises:
-        ValueError: A setting that cannot be honoured; also later, when the Trainer shows its own.
+        ValueError: A setting is not supported; `fit` checks those of the Trainer.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ElasticStrategy(InSteps, DDPStrategy):
     ) -> None:
         check_strategy(kwargs)
         super().__init__(**kwargs)
+        lightning_names.check_strategy(self)
         self._schedule_by: ScheduleBy = schedule_by
         self._elastic: dict[str, Any] = {
             "rule": rule,
@@ -87,7 +89,7 @@ class ElasticStrategy(InSteps, DDPStrategy):
     # The start and the end -----------------------------------------------------------------
 
     def connect(self, model: LightningModule) -> None:
-        """Looks at what the Trainer was told, and makes its checkpoints carry the job's state."""
+        """Check the settings of the Trainer, and add the state of the job to its checkpoints."""
         super().connect(model)
         trainer = self._trainer
         if trainer.state.fn != TrainerFn.FITTING:
@@ -95,41 +97,41 @@ class ElasticStrategy(InSteps, DDPStrategy):
         check_trainer(trainer, model)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         own = [callback for callback in callbacks if isinstance(callback, Elastic)] or [Elastic()]
-        # First, so that a state is taken before any other has run a hook that comes after it.
+        # First, so that a state is kept before any other callback runs the same hook.
         callbacks[:] = own + [callback for callback in callbacks if callback not in own]
 
     def setup_distributed(self) -> None:
-        """Joins the other processes, under a name that no earlier group on this store has had."""
+        """Join the other processes, under a group name that is new on this store."""
         if isinstance(self.cluster_environment, TorchElasticEnvironment):
-            backend = self._get_process_group_backend()
-            init_process_group(backend, timeout=self._timeout or DEFAULT_TIMEOUT)
+            backend, timeout = lightning_names.process_group_of(self)
+            init_process_group(backend, timeout=timeout or DEFAULT_TIMEOUT)
         super().setup_distributed()
 
     def setup_environment(self) -> None:
-        """Joins the other processes, and looks whether there is a state to resume."""
+        """Join the other processes, and resume if there is a state."""
         super().setup_environment()
         trainer = self._trainer
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self.fit = Fit(trainer, Elastic)
         if self.fit.resumes:
-            # What the Trainer would have read from a file.
-            trainer._checkpoint_connector._loaded_checkpoint = self.fit.checkpoint()
+            # In place of a checkpoint that the Trainer reads from a file.
+            lightning_names.resume_from(trainer, self.fit.checkpoint())
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Reads a file; where the job has come further than that, the state of the job counts."""
+        """Read a checkpoint, unless the state of the job is newer: then return that."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._trainer.state.fn != TrainerFn.FITTING or self.fit is None or not self.fit.resumes:
             return checkpoint
-        if checkpoint.get("global_step", 0) <= current_job().clock.steps:
+        if checkpoint.get("global_step", 0) <= Home().clock.steps:
             return self.fit.checkpoint()
-        self.fit.give_way()
+        self.fit.drop_state()
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the weights of the checkpoint, or the newest of the job."""
+        """Load the weights of the checkpoint, or the newest ones of the job."""
         if self.fit is not None and self.fit.resumes:
             assert self.lightning_module is not None
             self.fit.load_weights(self.lightning_module)
@@ -142,16 +144,16 @@ class ElasticStrategy(InSteps, DDPStrategy):
         return self.fit is None or not self.fit.resumes
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for the others; where a fit begins, it gets the rest of its state."""
+        """Wait for the others; at the start of a fit, restore the rest of its state."""
         super().barrier(*args, **kwargs)
         if self.fit is not None and (*args, *kwargs.values()) == ("run-stage",):
             self.fit.before_stage()
 
     def configure_ddp(self) -> None:
-        """Nothing yet: the model is wrapped when its optimizer is there."""
+        """Do nothing: the model is wrapped together with its optimizer."""
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Makes optimizers and schedulers, and gives model and optimizer to resilin."""
+        """Make optimizers and schedulers, and wrap the model."""
         super().setup_optimizers(trainer)
         assert self.fit is not None
         if self.fit.passed is not None:
@@ -164,7 +166,7 @@ class ElasticStrategy(InSteps, DDPStrategy):
                 f"{len(self.optimizers)} optimizers; resilin trains with 1"
             )
         scheduler, schedule_by = self._take_scheduler()
-        arguments = dict(self._ddp_kwargs)
+        arguments = lightning_names.ddp_arguments(self)
         if (device_ids := self.determine_ddp_device_ids()) is not None:
             arguments["device_ids"] = device_ids
         assert self.lightning_module is not None
@@ -180,7 +182,7 @@ class ElasticStrategy(InSteps, DDPStrategy):
         self.model = self.parallel
 
     def _take_scheduler(self) -> tuple[Any, ScheduleBy]:
-        """The scheduler that a clock is to step, if there is one: it is the Trainer's no more."""
+        """The scheduler that a clock steps, if any; the Trainer no longer steps it."""
         if self._schedule_by == "user":
             return None, "user"
         clocked = [
@@ -212,15 +214,15 @@ class ElasticStrategy(InSteps, DDPStrategy):
         return config.scheduler, self._schedule_by
 
     def on_train_end(self) -> None:
-        """All hooks have run: the fit is over."""
+        """End the fit, after all hooks."""
         super().on_train_end()
         assert self.fit is not None
         self.fit.end()
 
     def teardown(self) -> None:
-        """Gives the optimizer its own methods back."""
+        """Restore the methods of the optimizer."""
         if self.fit is not None and not self._trainer.interrupted:
-            # There may have been nothing to do.
+            # If there was nothing to train, `on_train_end` was not called.
             self.fit.end()
         self.fit = None
         if self.parallel is not None:
@@ -234,7 +236,7 @@ class ElasticStrategy(InSteps, DDPStrategy):
     # The data ------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Takes the loader of the training; others are left alone."""
+        """Wrap the train dataloader; others are returned unchanged."""
         trainer = self._trainer
         if not trainer.training or trainer.state.fn != TrainerFn.FITTING:
             return dataloader
@@ -249,33 +251,31 @@ class ElasticStrategy(InSteps, DDPStrategy):
         return self.steps
 
     def _place(self, batch: Any) -> Any:
-        """What the Trainer does with a batch before it is trained on."""
+        """Convert a micro-batch and move it to the device, as the Trainer does."""
         trainer, model = self._trainer, self.lightning_module
         assert model is not None
         batch = self.precision_plugin.convert_input(batch)
-        batch = model._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = lightning_names.before_transfer(model, batch)
         batch = self.batch_to_device(batch, dataloader_idx=0)
-        # Where `self.log` reads how many samples its value stands for.
-        trainer._logger_connector.on_batch_start(batch)
+        # `self.log` reads the number of samples from it.
+        lightning_names.begin_micro_batch(trainer, batch)
         return batch
 
     # The step ------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """A step begins. Whether it is the last of the epoch is known when it is committed."""
+        """Begin a step. Whether it is the last of the epoch is known when it is committed."""
         check_accumulation(self._trainer)
-        loop = self._trainer.fit_loop
-        assert loop._data_fetcher is not None
-        # It has counted the reference steps of an epoch, of which there may be more or fewer.
-        loop._data_fetcher.done = loop.epoch_loop.batch_progress.is_last_batch = False
+        # The loop has counted the reference steps of an epoch, of which there may be more or fewer.
+        lightning_names.continue_epoch(self._trainer.fit_loop)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs `training_step` on each micro-batch; the backward pass of the last is to come."""
+        """Run `training_step` on each micro-batch; the Trainer runs the last backward pass."""
         assert self.steps is not None
         output = self._part(*args, **kwargs)
         if not self.steps.step_is_whole:
             check_synced_logs(self._trainer)
-            # The Trainer does it before the backward pass that it knows of, which is the last.
+            # The Trainer does it before the last backward pass, the only one that it runs.
             self.optimizers[0].zero_grad()
         while not self.steps.step_is_whole:
             self.backward(_loss(output), self.optimizers[0])
@@ -295,13 +295,13 @@ class ElasticStrategy(InSteps, DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Writes a checkpoint of Lightning, and remembers that it did."""
+        """Write a checkpoint of Lightning, and note its path."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.fit is not None:
             self.fit.files.wrote(filepath)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes one."""
+        """Remove a checkpoint of Lightning, and its path from the notes."""
         super().remove_checkpoint(filepath)
         if self.fit is not None:
             self.fit.files.removed(filepath)
@@ -313,7 +313,7 @@ class ElasticStrategy(InSteps, DDPStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Makes the step, and tells the Trainer if the epoch ends with it."""
+        """Make the step, and set in the Trainer whether the epoch ends with it."""
         assert self.steps is not None
         assert self.parallel is not None
         # The Trainer clips, and calls `on_before_optimizer_step`, once the gradient is complete.

@@ -1,28 +1,36 @@
-"""What can be trained, and with which arguments of DDP."""
+"""Checks of the module to train, and of the arguments of DDP."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from resilin.training.job import current_job
+from resilin.compat.torch_names import (
+    first_bucket_bytes,
+    is_compiled,
+    splits_graph_by_buckets,
+)
 
 _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 
-def check_model(model: nn.Module, ddp_kwargs: dict[str, Any]) -> None:
-    """Refuses what cannot be trained."""
+def check_model(model: nn.Module, ddp_kwargs: dict[str, Any], *, taken: bool) -> None:
+    """Refuses what cannot be trained.
+
+    Args:
+        model: The module to train.
+        ddp_kwargs: Arguments for DistributedDataParallel.
+        taken: Whether the job trains a model already.
+    """
     if unknown := set(ddp_kwargs) - set(_DDP_ARGUMENTS):
         raise TypeError(
             f"unknown argument {', '.join(sorted(unknown))}: neither AdaptiveDataParallel nor "
             "DistributedDataParallel takes it"
         )
-    if current_job().model is not None:
+    if taken:
         raise ValueError(
             "the job has an AdaptiveDataParallel already, and one is all it can train: call "
             "release() on it, or resilin.reset_job() to begin another job"
@@ -48,17 +56,10 @@ def _check_buckets(model: nn.Module, ddp_kwargs: dict[str, Any]) -> None:
     within the model cannot be seen here.
     """
     caps = ddp_kwargs.get("bucket_cap_mb_list") or [ddp_kwargs.get("bucket_cap_mb")]
-    first: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
-    if None in caps or int(max(caps) * 2**20) >= first or "torch._dynamo" not in sys.modules:
+    first = first_bucket_bytes()
+    if None in caps or int(max(caps) * 2**20) >= first or not splits_graph_by_buckets():
         return
-    from torch._dynamo import OptimizedModule
-    from torch._dynamo.utils import get_optimize_ddp_mode
-
-    compiled = any(
-        isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
-        for module in model.modules()
-    )
-    if compiled and get_optimize_ddp_mode() == "ddp_optimizer":
+    if any(is_compiled(module) for module in model.modules()):
         raise ValueError(
             f"bucket_cap_mb ({max(caps)}) must be at least {first / 2**20:g} for a compiled "
             "module: torch splits its graph by the buckets of DDP, and takes no smaller ones; "

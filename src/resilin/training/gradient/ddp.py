@@ -1,4 +1,4 @@
-"""The reduction over replicas, through DistributedDataParallel and its communication hook.
+"""The reducer of several replicas, through DistributedDataParallel and its communication hook.
 
 Only the last micro-batch of a replica synchronises. Its buckets are reduced while the backward pass
 runs, and one ballot follows the last of them. A replica that has no backward pass to run takes part
@@ -8,68 +8,80 @@ in the same collectives with zeros, so that nobody waits for it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from resilin.training.gradient.parameters import Parameters
-from resilin.training.gradstats import GroupNorms
+from resilin.compat.torch_names import (
+    check_ddp,
+    finds_unused,
+    prepare_backward,
+    reset_reducer,
+    set_reduces,
+    wrap_outputs,
+)
+from resilin.training.gradient.accumulation import Accumulation
+from resilin.training.gradient.norms import GroupNorms
+from resilin.training.gradient.open_step import OpenStep, Share
+from resilin.training.gradient.reducer import Model, copy_from
+from resilin.training.gradient.timing import Stopwatch
 
 
-class Source(Protocol):
-    """The step, as far as the reduction asks for it."""
+@dataclass(slots=True)
+class _Reduction:
+    """The reduction of one step."""
 
-    @property
-    def measure(self) -> bool:
-        """Whether the step is measured."""
-        ...
-
-    def reduces(self) -> bool:
-        """Whether a reduction is due: the micro-batch under way is the last one."""
-        ...
-
-    def local_weight(self) -> float:
-        """Weight of this replica's micro-batches."""
-        ...
-
-    def weigh(self, bucket: Any) -> None:
-        """Turns a bucket into this replica's share of the mean gradient, in place."""
-        ...
-
-    def make_ballot(self, norms: Tensor | None, like: Tensor) -> Tensor:
-        """What this replica says, given the squared norms of its share."""
-        ...
-
-    def timed(self) -> Any:
-        """A context whose duration counts as time spent on measuring."""
-        ...
-
-    def computed(self) -> None:
-        """The replica has computed all of its gradient."""
-        ...
+    begun: bool = False
+    """Whether a bucket was sent."""
+    divisor: float = 1.0
+    """Total weight that all replicas divide by."""
+    before: dict[int, Tensor] = field(default_factory=dict)
+    """Squared norms of this replica's share, by bucket."""
+    after: dict[int, Tensor] = field(default_factory=dict)
+    """Squared norms of the sum over all replicas, by bucket."""
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    """Time spent on the norms before the reduction."""
 
 
 class DdpReducer:
     """One module in DDP, for one set of replicas and one set of trained parameters."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: Parameters,
-        norms: GroupNorms,
-        ddp_kwargs: dict[str, Any],
-        source: Source,
-    ) -> None:
-        self.group = dist.group.WORLD
-        """The replicas."""
-        self._norms = norms
-        self._source = source
-        self._parameters = list(parameters.trained)
-        self._ddp = DistributedDataParallel(module, **ddp_kwargs)
+    group: dist.ProcessGroup | None = None
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._sum = Accumulation(model.parameters, views=True)
+        self._trained = list(model.parameters.trained)
+        self._half = any(p.dtype is torch.float16 for p in self._trained)
+        self._armed = self._synced = False
+        self._weight_before = 0.0
+
+    @classmethod
+    def fits(cls, model: Model, group: dist.ProcessGroup | None) -> bool:
+        """Whether there are other replicas."""
+        return group is not None
+
+    # Its replicas --------------------------------------------------------------------------
+
+    def attach(self, group: dist.ProcessGroup | None, *, source: int | None) -> None:
+        """Wraps the module. DDP itself could only copy from replica 0."""
+        assert group is not None
+        if source:
+            copy_from(source, self._model, group)
+        self.group = group
+        arguments = {
+            "gradient_as_bucket_view": True,
+            "process_group": group,
+            "init_sync": source == 0,
+            **self._model.options,
+        }
+        self._ddp = DistributedDataParallel(self._model.module, **arguments)
+        check_ddp(self._ddp)
         # DDP keeps its hook where no garbage collector looks, so the hook must not keep DDP. It has
         # no annotations: DDP compares them with classes, and ours are strings.
         own = weakref.ref(self)
@@ -80,37 +92,53 @@ class DdpReducer:
             return reducer._reduce_bucket(bucket)
 
         self._ddp.register_comm_hook(None, reduce_bucket)
-        self._half = any(p.dtype is torch.float16 for p in self._parameters)
-        self._armed = self._synced = False
-        self._weight_before = 0.0
-        self.assumed: float | None = None
-        """Total weight that replicas divide by when nobody knows it beforehand."""
-        self.reset()
 
-    def reset(self) -> None:
-        """Forgets the step."""
-        self.reducing = False
-        self._before: dict[int, Tensor] = {}
-        self._after: dict[int, Tensor] = {}
-        self._ballot: Tensor | None = None
-        self._ballot_work: dist.Work | None = None
-        self.assumed = None
-
-    @property
-    def ballot(self) -> Tensor | None:
-        """The ballot of this step, if it was sent."""
-        return self._ballot
+    def detach(self) -> None:
+        """Gives DDP up: its hooks on the parameters go with it."""
+        del self._ddp
+        self.group = None
 
     # Forward and backward ------------------------------------------------------------------
 
-    def forward(self, last: bool, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module; `last` says whether its backward pass reduces."""
-        self._ddp.require_backward_grad_sync = last
-        output = self._ddp(*args, **kwargs)
+    def begin_step(self, step: OpenStep) -> None:
+        """Forgets the step before. Gradients are left as they are."""
+        self._step = step
+        self._sum.begin_step(step)
+        self._now = _Reduction()
+
+    @property
+    def shared(self) -> bool:
+        """Whether other replicas have a part of the step from this one already."""
+        return self._now.begun
+
+    def begin(self) -> None:
+        """Prepares `.grad` for the micro-batch at hand."""
+        self._sum.begin()
+
+    def forward(self, call: Callable[[nn.Module], Any], *, last: bool) -> Any:
+        """Calls the module in DDP; the backward pass of the last micro-batch reduces."""
+        set_reduces(self._ddp, last)
+        output = call(self._ddp)
         self._armed = self._armed or last
         return output
 
-    def take_part(self, used: Sequence[Tensor] = ()) -> None:
+    def end_micro_batch(self, *, trained: bool) -> bool:
+        """Takes in a micro-batch that is not the last one."""
+        return self._sum.end_micro_batch(trained=trained)
+
+    def finish(self, *, trained: bool) -> None:
+        """Ends this replica's part; without a backward pass of the user's, with one of its own."""
+        if not trained:
+            used: Sequence[Tensor] = ()
+            if not self._step.empty:
+                self._sum.hold(0.0)
+                used = list(self._sum.held or ())
+            self._take_part(used)
+        # DDP leaves what no replica used alone: as it was before it was put aside.
+        self._sum.restore_unused()
+        self._armed, self._synced = False, True
+
+    def _take_part(self, used: Sequence[Tensor]) -> None:
         """Takes part in the reduction of the step without a backward pass of the user's.
 
         The collectives are those of a forward and a backward pass of the others.
@@ -118,7 +146,7 @@ class DdpReducer:
         Args:
             used: Parameters that have a gradient from earlier micro-batches of the step.
         """
-        frozen = {p: p.grad for p in self._parameters if not p.requires_grad}
+        frozen = {p: p.grad for p in self._trained if not p.requires_grad}
         for parameter in frozen:
             parameter.requires_grad_(True)
         try:
@@ -130,8 +158,8 @@ class DdpReducer:
                 parameter.grad = grad
 
     def _run_without_output(self, used: Sequence[Tensor]) -> None:
-        wanted = self._parameters
-        if self._ddp.find_unused_parameters:
+        wanted = self._trained
+        if finds_unused(self._ddp):
             # One starts the reduction. DDP knows which others were used before, and the rest must
             # stay unused.
             wanted = [*used, *wanted][:1]
@@ -139,105 +167,126 @@ class DdpReducer:
         ddp = self._ddp
         if self._armed:
             # A forward pass came, and its backward pass will not.
-            ddp.reducer.prepare_for_backward(list(roots) if ddp.find_unused_parameters else [])
+            prepare_backward(ddp, roots if finds_unused(ddp) else [])
         else:
-            ddp.require_backward_grad_sync = True
-            # An argument, because DDP moves its arguments to the device and expects some.
-            unused = torch.zeros(())
-            ddp._pre_forward(unused, unused=unused)  # type: ignore[no-untyped-call]
-            roots = ddp._post_forward(tuple(roots))  # type: ignore[no-untyped-call]
+            set_reduces(ddp, True)
+            roots = wrap_outputs(ddp, roots)
             self._armed = True
         torch.autograd.backward(list(roots))
 
-    def disarm(self) -> None:
+    def abandon(self) -> None:
         """Undoes the effect of a forward pass on DDP whose backward pass never ended.
 
         DDP would reduce in the next backward pass, whichever that is.
         """
+        self._sum.abandon()
         if not self._armed:
             return
         if not self._synced:
             # Also forgets which order of buckets it has agreed upon: nobody has, yet.
-            self._ddp.reducer._reset_state()
+            reset_reducer(self._ddp)
             self._armed = False
-        elif not self._ddp.find_unused_parameters:
+        elif not finds_unused(self._ddp):
             # Whatever a part of a backward pass has marked as ready. It stays armed: what it
             # reduces before the last micro-batch, the hook leaves as it is.
-            self._ddp.reducer.prepare_for_backward([])
+            prepare_backward(self._ddp, [])
 
     # DDP's hook ----------------------------------------------------------------------------
 
     def _reduce_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        source, buffer = self._source, bucket.buffer()
-        if not source.reduces():
+        step, now, norms, buffer = self._step, self._now, self._model.norms, bucket.buffer()
+        if not step.reduces:
             # Armed by a forward pass that was given up: not yet, and never in part.
             self._armed = False
             as_it_is: torch.futures.Future[Tensor] = torch.futures.Future()
             as_it_is.set_result(buffer)
             return as_it_is
-        if not self.reducing:
-            self.reducing = True
-            self._assume(buffer)
-        measure, index = source.measure, bucket.index()
-        source.weigh(bucket)
+        if not now.begun:
+            now.begun = True
+            now.divisor = self._choose_divisor(buffer)
+        measure, index = step.measure, bucket.index()
+        self._weigh(bucket)
         parameters: Sequence[Tensor] = bucket.parameters() if measure else ()
         grads: Sequence[Tensor] = bucket.gradients() if measure else ()
         if measure:
-            with source.timed():
-                self._before[index] = self._norms.of(parameters, grads, buffer)
+            with now.watch:
+                now.before[index] = norms.of(parameters, grads, buffer)
         future = dist.all_reduce(buffer, group=self.group, async_op=True).get_future()
         if bucket.is_last():
-            source.computed()
-            own = _in_order(self._before) if measure else None
-            self._ballot = source.make_ballot(own, buffer)
-            self._ballot_work = dist.all_reduce(self._ballot, group=self.group, async_op=True)
+            step.computed()
+            step.send(self._share(norms, buffer), self.group)
 
         def reduced(done: torch.futures.Future[list[Tensor]]) -> Tensor:
             tensor = done.value()[0]
             if measure:
                 # In a thread of the backend, one of several: each bucket has a place of its own.
-                self._after[index] = self._norms.of(parameters, grads, tensor)
+                now.after[index] = norms.of(parameters, grads, tensor)
             return tensor
 
         result: torch.futures.Future[Tensor] = future.then(reduced)
         return result
 
-    def _assume(self, like: Tensor) -> None:
-        """Chooses a total weight for steps in which nobody knows it beforehand.
+    def _choose_divisor(self, like: Tensor) -> float:
+        """The total weight, or a guess of it in steps in which nobody knows it beforehand.
 
         That of the step before is the best guess: while batches stay as they are, nothing needs a
         correction. In half precision a bad guess could overflow, so the weights are added up.
         """
-        self.assumed = self._weight_before
-        if self._half or not self._weight_before:
-            weight = torch.tensor(
-                [self._source.local_weight()], dtype=torch.float64, device=like.device
-            )
+        guess = self._weight_before
+        if self._half or not guess:
+            weight = torch.tensor([self._step.own_weight], dtype=torch.float64, device=like.device)
             dist.all_reduce(weight, group=self.group)
-            self.assumed = weight.item() or 1.0
+            guess = weight.item() or 1.0
+        total = self._step.total
+        return (guess if total is None else total) or 1.0
+
+    def _weigh(self, bucket: Any) -> None:
+        """Turns a bucket into this replica's share of the mean gradient, in place."""
+        buffer, held = bucket.buffer(), self._sum.held
+        if self._step.empty:
+            buffer.zero_()
+            return
+        if held is not None:
+            if self._sum.share:
+                buffer.mul_(self._sum.share)
+            else:
+                # Explicit zeros: a gradient that must not count may be infinite.
+                buffer.zero_()
+            for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if parameter in held:
+                    grad.add_(held[parameter])
+        buffer.mul_(self._sum.unit / self._now.divisor)
+
+    def _share(self, norms: GroupNorms, like: Tensor) -> Share:
+        """Report of this replica about its share, once all of its buckets are sent."""
+        now, weight = self._now, self._step.own_weight
+        if self._step.measure and weight:
+            terms = _in_order(now.before) * (now.divisor * now.divisor / weight)
+        else:
+            terms = torch.zeros(norms.num_groups, dtype=torch.float64, device=like.device)
+        return Share(
+            divisor=now.divisor,
+            num_gradients=int(weight > 0),
+            terms=terms,
+            # The norms after the reduction are still to come, and cost as much again.
+            seconds=2 * now.watch.seconds,
+        )
 
     # After the reduction -------------------------------------------------------------------
 
-    def counted(self) -> list[float]:
-        """The ballot of the step, summed over all replicas."""
-        assert self._ballot is not None
-        assert self._ballot_work is not None
-        self._ballot_work.wait()
-        self._armed, self._synced = False, True
-        return self._ballot.tolist()
-
-    def completed(self, weight: float) -> None:
-        """Remembers the total weight of a step."""
+    def rescale(self, weight: float) -> list[float] | None:
+        """Corrects the guess of the total weight, if it was one."""
         self._weight_before = weight
-
-    def mean_norms(self) -> Tensor:
-        """Squared norms of the reduced gradient per group: those of replica 0, on all replicas.
-
-        Replicas have the same gradient, but machines may add up its squares in different orders.
-        """
-        norms = _in_order(self._after)
-        dist.broadcast(norms, 0, group=self.group)
-        return norms
+        correction = self._now.divisor / weight
+        self._model.parameters.scale_grads(correction)
+        if not self._step.measure:
+            return None
+        assert self.group is not None
+        norms = _in_order(self._now.after)
+        # Replicas have the same gradient, but machines may add up its squares in different orders.
+        dist.broadcast(norms, dist.get_global_rank(self.group, 0), group=self.group)
+        squares: list[float] = (norms * (correction * correction)).tolist()
+        return squares
 
 
 def _in_order(norms: dict[int, Tensor]) -> Tensor:

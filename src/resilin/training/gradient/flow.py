@@ -1,47 +1,71 @@
-"""What a loop may do when: micro-batches that begin, wait, are left out, or left altogether."""
+"""The rules of a step: micro-batches begin, wait, are left out, or left altogether."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from resilin.training.boundaries import begin_step
+from resilin.engine.base import Engine
 from resilin.training.gradient import refusals
 from resilin.training.gradient.records import Part, StepStart
 from resilin.training.gradient.step import StepGradient
 from resilin.training.gradient.tensors import tensors_in
-from resilin.training.job import Job, MicroBatch
-from resilin.training.scaler import calling_scaler
+from resilin.training.records import MicroBatch
+
+
+class Loop(Protocol):
+    """The user's loop over the loaders of the job."""
+
+    @property
+    def micro_batch(self) -> MicroBatch | None:
+        """The micro-batch that the loop body works on; None outside a resilin loader."""
+        ...
+
+    def is_elsewhere(self, iteration: object) -> bool:
+        """Whether the loop body works on a micro-batch of another iteration than this one."""
+        ...
+
+    @property
+    def committed(self) -> bool:
+        """Whether a step was committed since its last micro-batch was handed out."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCalls:
+    """Functions of the model that surround its steps."""
+
+    begin: Callable[[], object]
+    """Called before a step that no loader of ours begins."""
+    start: Callable[[Part], StepStart]
+    """Returns what is known of a step that begins with this micro-batch."""
+    left: Callable[[], None]
+    """Called when the loop has left a step: it is over, and was not made."""
+    unknown_scaler: Callable[[], bool]
+    """Whether a GradScaler that the model does not know steps the optimizer right now."""
 
 
 class StepFlow:
     """Follows the calls of a user's loop through one step after another.
 
     Args:
-        job: The job; its loader says which micro-batch is at hand.
         gradient: The gradient of the step.
-        start: Tells what is known of a step when it begins with this micro-batch.
-        left: Called when the loop has left a step: it is over, and was not made.
-        knows_scaler: Whether the user has handed over a GradScaler.
+        loop: The micro-batch that is at hand.
+        engine: Who is in the job.
+        calls: Functions of the model that surround its steps.
     """
 
     def __init__(
-        self,
-        job: Job,
-        gradient: StepGradient,
-        *,
-        start: Callable[[Part], StepStart],
-        left: Callable[[], None],
-        knows_scaler: bool,
+        self, gradient: StepGradient, loop: Loop, engine: Engine, calls: StepCalls
     ) -> None:
-        self._job = job
         self._gradient = gradient
-        self._start = start
-        self._left = left
-        self._knows_scaler = knows_scaler
-        self._seen: MicroBatch | None = None
-        self._over: MicroBatch | None = None
+        self._loop = loop
+        self._engine = engine
+        self._calls = calls
+        self._seen: int | None = None
+        self._over: int | None = None
         self.weight: float | None = None
         """Weight of the micro-batch at hand, if the user says it."""
 
@@ -49,7 +73,7 @@ class StepFlow:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before each forward pass in training."""
-        gradient, micro = self._gradient, self._job.micro_batch
+        gradient, micro = self._gradient, self._loop.micro_batch
         if micro is not None:
             if not micro.training:
                 raise RuntimeError(refusals.EVALUATION)
@@ -57,17 +81,17 @@ class StepFlow:
             return
         # Any other loader: each batch is a step of its own.
         weight = self._size_of(args, kwargs)
-        if gradient.part is not None and not gradient.trained:
+        if gradient.step.part is not None and not gradient.step.trained:
             gradient.add_call(weight)
-        elif gradient.part is None or gradient.result is not None:
-            begin_step(self._job)
+        elif gradient.step.part is None or gradient.step.result is not None:
+            self._calls.begin()
             part = Part(weight=weight, samples=round(weight), last=True, total=None)
-            gradient.begin(part, self._start(part))
+            gradient.begin(part, self._calls.start(part))
 
     def _enter(self, micro: MicroBatch) -> None:
         """Begins the micro-batch that the loader has handed out, if it is a new one."""
         gradient = self._gradient
-        if micro is self._seen and gradient.part is not None:
+        if micro.number == self._seen and gradient.step.part is not None:
             return
         told = self.weight
         if told is not None and micro.total_weight is None:
@@ -79,9 +103,9 @@ class StepFlow:
         total = micro.total_weight if told is None else None
         part = Part(weight=weight, samples=micro.count, last=micro.last, total=total)
         # Where the loop has left out the first micro-batch, the step begins with another one.
-        first = gradient.part is None or micro.index == 0
-        gradient.begin(part, self._start(part) if first else None)
-        self._seen = micro
+        first = gradient.step.part is None or micro.index == 0
+        gradient.begin(part, self._calls.start(part) if first else None)
+        self._seen = micro.number
 
     def _size_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         if self.weight is not None:
@@ -99,10 +123,10 @@ class StepFlow:
     def has_begun(self) -> bool:
         """Whether the step has a gradient, or may have one without more of this replica."""
         gradient = self._gradient
-        if gradient.pending or gradient.part is None:
-            return gradient.pending
+        if gradient.step.pending or gradient.step.part is None:
+            return gradient.step.pending
         # Nothing was trained so far, but micro-batches or other replicas have it to come.
-        elsewhere = not gradient.part.last or self._job.engine.num_replicas > 1
+        elsewhere = not gradient.step.part.last or self._engine.membership.num_replicas > 1
         return elsewhere and not gradient.returned
 
     def step_waits(self) -> bool:
@@ -113,33 +137,33 @@ class StepFlow:
         Raises:
             RuntimeError: There is no gradient, or it was changed.
         """
-        gradient, micro = self._gradient, self._job.micro_batch
-        if gradient.result is not None and gradient.result.skipped:
+        gradient, micro = self._gradient, self._loop.micro_batch
+        if gradient.step.result is not None and gradient.step.result.skipped:
             return True
-        left_out = micro is not None and micro.training and micro is not self._seen
-        if left_out and micro is not None and gradient.part is not None:
+        left_out = micro is not None and micro.training and micro.number != self._seen
+        if left_out and micro is not None and gradient.step.part is not None:
             # Left out before its forward pass.
             self._enter(micro)
-        if gradient.part is None or not self.has_begun():
+        if gradient.step.part is None or not self.has_begun():
             raise RuntimeError(refusals.no_backward(gradient.returned))
-        if not self._knows_scaler and calling_scaler():
+        if self._calls.unknown_scaler():
             raise RuntimeError(
                 "a GradScaler steps this optimizer, and resilin does not know it: its gradients "
                 "would be unscaled before they are complete; pass it as scaler="
             )
         gradient.settle()
-        if gradient.part.last and gradient.result is None:
+        if gradient.step.part.last and gradient.step.result is None:
             gradient.conclude_without_backward()
-        return not gradient.complete
+        return not gradient.step.complete
 
     def gradient_waits(self) -> bool:
         """Whether `zero_grad` would destroy a part of the step.
 
         Once the gradient is complete, `zero_grad` before `optimizer.step` leaves the step.
         """
-        if self._gradient.complete:
-            self._left()
-        return self._gradient.pending
+        if self._gradient.step.complete:
+            self._calls.left()
+        return self._gradient.step.pending
 
     # The end -------------------------------------------------------------------------------
 
@@ -150,7 +174,8 @@ class StepFlow:
 
     def ended(self) -> None:
         """The step is over: made, skipped or left."""
-        self._over = self._job.micro_batch
+        micro = self._loop.micro_batch
+        self._over = None if micro is None else micro.number
 
     def close(self, asked_by: object) -> None:
         """Called when an iteration over a loader asks for the next step: the last one is over.
@@ -164,35 +189,41 @@ class StepFlow:
         Raises:
             RuntimeError: The gradient of the last step is complete, and was not used.
         """
-        job, gradient = self._job, self._gradient
-        if gradient.complete:
+        gradient = self._gradient
+        if gradient.step.complete:
             raise RuntimeError(refusals.NOT_STEPPED)
-        if gradient.result is not None:
+        if gradient.step.result is not None:
             warnings.warn(refusals.LEFT_BY_ANOTHER, stacklevel=2)
-            self._left()
+            self._calls.left()
             return
-        if asked_by is not None and job.iteration not in (None, asked_by):
+        if asked_by is not None and self._loop.is_elsewhere(asked_by):
             return  # Of nested or zipped loops, another one says what is trained on.
-        micro, replicas = job.micro_batch, job.engine.num_replicas
-        if micro is None or not self._left_out(micro) or (replicas == 1 and not gradient.pending):
-            if gradient.pending:
+        micro = self._loop.micro_batch
+        if micro is None or not self._left_out(micro):
+            if gradient.step.pending:
                 warnings.warn(refusals.LEFT, stacklevel=2)
             self.drop()
-            self._over = micro
+            self._over = None if micro is None else micro.number
             return
+        membership = self._engine.membership
         warnings.warn(
-            f"replica {job.engine.replica} of {replicas} left the last micro-batch of a step "
-            "without a backward pass: no replica makes this step, and its samples do not count",
+            f"replica {membership.replica} of {membership.num_replicas} left the last micro-batch "
+            "of a step without a backward pass: no replica makes this step, and its samples do not "
+            "count",
             stacklevel=2,
         )
-        if micro is not self._seen:
+        if micro.number != self._seen:
             self._enter(micro)
         gradient.leave()
-        self._left()
+        self._calls.left()
 
     def _left_out(self, micro: MicroBatch) -> bool:
-        """Whether a last micro-batch was handed out to train on, and no step has ended since."""
-        iteration = self._job.iteration
-        at = None if iteration is None else iteration.handed_out_at
-        made = at is not None and self._job.clock.steps > at
-        return micro.training and micro.last and micro is not self._over and not made
+        """Whether a last micro-batch was handed out to train on, and no step has ended since.
+
+        Without a gradient, and without other replicas that wait for one, nothing was left.
+        """
+        if not (micro.training and micro.last):
+            return False
+        if micro.number == self._over or self._loop.committed:
+            return False
+        return self._gradient.step.pending or self._engine.membership.num_replicas > 1

@@ -1,169 +1,132 @@
-"""The gradient of one replica: its micro-batches added up, each by its weight."""
+"""The reducer of one replica: nothing is sent, and micro-batches are the samples of the noise."""
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Callable
+from typing import Any
 
-import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from resilin.training.gradient.parameters import Parameters
-from resilin.training.gradstats import GroupNorms
-
-_GRAD = operator.attrgetter("grad")
-_WIDEST = {torch.float16: 2.0}
-"""How many times the new weight the unit of `.grad` may be, so that no conversion overflows."""
-_WIDE = 2.0**16
-"""The same for other types."""
+from resilin.compat.torch_names import interpolate_all
+from resilin.training.gradient.accumulation import Accumulation
+from resilin.training.gradient.open_step import OpenStep, Share
+from resilin.training.gradient.reducer import Model
+from resilin.training.gradient.timing import Stopwatch
 
 
-class LocalGradient:
-    """What `.grad` of the trained parameters holds of a step, and in which unit.
+class LocalReducer:
+    """Adds up the micro-batches of one replica.
 
-    `.grad` is kept in units of a micro-batch's weight, so equal micro-batches cost nothing. Where
-    that of the next micro-batch is so much smaller that the conversion might overflow, the gradient
-    so far is put aside, and the next one is added by its share.
+    In a step that is measured, each micro-gradient is taken out of `.grad` and added to a running
+    mean, so that its norm is known.
     """
 
-    def __init__(self, parameters: Parameters, norms: GroupNorms) -> None:
-        self._parameters = parameters
-        self._norms = norms
-        self._widest = min((_WIDEST.get(p.dtype, _WIDE) for p in parameters.all), default=_WIDE)
-        self.reset()
+    group: dist.ProcessGroup | None = None
 
-    def reset(self) -> None:
-        """Forgets the step. Gradients are left as they are."""
-        self.unit = 0.0
-        """What `.grad` has to be multiplied by; 0 while it is empty."""
-        self.weight = 0.0
-        """Weight of all micro-batches so far."""
-        self.held: dict[Tensor, Tensor] | None = None
-        """The gradient so far, while it is put aside."""
-        self.share = 1.0
-        """Weight of the micro-batch at hand, in units, while the others are put aside."""
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._sum = Accumulation(model.parameters, views=False)
+
+    @classmethod
+    def fits(cls, model: Model, group: dist.ProcessGroup | None) -> bool:
+        """Whether there is only one replica."""
+        return group is None
+
+    def attach(self, group: dist.ProcessGroup | None, *, source: int | None) -> None:
+        """There is nothing to wrap, and nobody to copy from."""
+
+    def detach(self) -> None:
+        """There is nothing to take off."""
+
+    def begin_step(self, step: OpenStep) -> None:
+        """Forgets the step before. Gradients are left as they are."""
+        self._step = step
+        self._sum.begin_step(step)
         self._mean: dict[Tensor, Tensor] = {}
         self._mean_weight = 0.0
+        self._mean_norms: list[float] | None = None
         self._terms: Tensor | None = None
-        self.num_measured = 0
-        """Micro-gradients that were measured one by one."""
-
-    def grads(self) -> dict[Tensor, Tensor]:
-        """The gradients that are there."""
-        return {p: p.grad for p in self._parameters.trained if p.grad is not None}
-
-    def tensors(self) -> list[Tensor]:
-        """The same without their parameters."""
-        return [grad for grad in map(_GRAD, self._parameters.trained) if grad is not None]
-
-    def scale(self, factor: float) -> None:
-        """Multiplies the gradient."""
-        if factor != 1 and (grads := self.tensors()):
-            torch._foreach_mul_(grads, factor)
-
-    def clear(self) -> None:
-        """Takes the gradient away."""
-        for parameter in self._parameters.trained:
-            parameter.grad = None
-
-    def take(self) -> dict[Tensor, Tensor]:
-        """Takes the gradient away, and returns it."""
-        grads = self.grads()
-        self.clear()
-        return grads
+        self._num_measured = 0
+        self._watch = Stopwatch()
 
     @property
-    def empty(self) -> bool:
-        """Whether nothing is here but what `.grad` may hold."""
-        return not self._mean and self.held is None
+    def shared(self) -> bool:
+        """Whether others have a part of the step: there are none."""
+        return False
 
     # One micro-batch -----------------------------------------------------------------------
 
-    def align(self, weight: float, *, copy: bool) -> None:
-        """Prepares for a micro-batch of this weight.
+    def begin(self) -> None:
+        """Prepares `.grad` for the micro-batch at hand."""
+        self._sum.begin()
 
-        Args:
-            weight: By how much it counts.
-            copy: Whether a gradient that is put aside has to be copied.
-        """
-        self.share = 1.0
-        if weight == 0:
-            self.hold(0.0, copy=copy)
-        elif self.unit > self._widest * weight:
-            self.hold(weight / self.unit, copy=copy)
-        elif self.unit:
-            self.scale(self.unit / weight)
-            self.unit = weight
+    def forward(self, call: Callable[[nn.Module], Any], *, last: bool) -> Any:
+        """Calls the module."""
+        return call(self._model.module)
 
-    def add_weight(self, weight: float) -> None:
-        """The backward pass of the micro-batch has begun."""
-        self.weight += weight
-        self.unit = self.unit or weight
+    def end_micro_batch(self, *, trained: bool) -> bool:
+        """Takes in the micro-batch at hand, and measures it if the step is measured."""
+        changed = self._sum.end_micro_batch(trained=trained)
+        part = self._step.part
+        if not trained or not self._step.measure or part is None or not part.weight:
+            return changed
+        with self._watch:
+            self._measure(part.weight)
+        return True
 
-    def hold(self, share: float, *, copy: bool) -> None:
-        """Puts the gradient so far aside, so that the next one can be weighed by itself."""
-        self.share = share
-        if not copy:
-            self.held = self.take()
-            return
-        # They may be views of DDP's buckets, which the reduction writes to. And DDP expects a
-        # gradient where an earlier micro-batch had one: zeros, to which the next one is added.
-        self.held = {parameter: grad.clone() for parameter, grad in self.grads().items()}
-        for grad in self.tensors():
-            grad.zero_()
-
-    def merge(self, *, trained: bool) -> None:
-        """Puts the gradient that was put aside back, with its share of the new one.
-
-        Args:
-            trained: Whether there is a new one.
-        """
-        if self.held is None:
-            return
-        held, self.held = self.held, None
-        new = self.take() if trained and self.share else {}
-        self.clear()
-        for parameter, grad in held.items():
-            parameter.grad = grad
-        for parameter, grad in new.items():
-            grad.mul_(self.share)
-            parameter.grad = held[parameter].add_(grad) if parameter in held else grad
-
-    def restore_unused(self) -> None:
-        """Gives parameters that no replica used the gradient back that was put aside."""
-        for parameter, grad in (self.held or {}).items():
-            if parameter.grad is None:
-                parameter.grad = grad
-
-    # Measured one by one -------------------------------------------------------------------
-
-    def absorb(self, weight: float) -> None:
+    def _measure(self, weight: float) -> None:
         """Measures one micro-gradient and adds it to the weighted running mean."""
-        grads = self.take()
-        term = weight * self._norms.of(list(grads), list(grads.values()))
+        grads, mean = self._sum.take(), self._mean
+        term = weight * self._model.norms.of(list(grads), list(grads.values()))
         self._terms = term if self._terms is None else self._terms + term
-        self.num_measured += 1
+        self._num_measured += 1
         self._mean_weight += weight
-        self.unit = 0.0
         share = weight / self._mean_weight
-        both = [p for p in grads if p in self._mean]
+        both = [p for p in grads if p in mean]
         if both:
-            torch._foreach_lerp_([self._mean[p] for p in both], [grads[p] for p in both], share)
-        for parameter, mean in self._mean.items():
+            interpolate_all([mean[p] for p in both], [grads[p] for p in both], share)
+        for parameter, old in mean.items():
             if parameter not in grads:
-                mean.mul_(1 - share)
+                old.mul_(1 - share)
         for parameter, grad in grads.items():
-            if parameter not in self._mean:
-                self._mean[parameter] = grad if share == 1 else grad.mul_(share)
+            if parameter not in mean:
+                mean[parameter] = grad if share == 1 else grad.mul_(share)
 
-    def take_mean(self) -> tuple[list[float], list[float]]:
-        """Makes the running mean the gradient.
+    # The whole step ------------------------------------------------------------------------
 
-        Returns:
-            Per parameter group, the weighted squared norms of the micro-gradients, added up, and
-            the squared norms of the mean.
-        """
-        for parameter, grad in self._mean.items():
-            parameter.grad = grad
-        norms = self._norms.of(list(self._mean), list(self._mean.values()))
-        assert self._terms is not None
-        return self._terms.tolist(), norms.tolist()
+    def finish(self, *, trained: bool) -> None:
+        """Takes in the last micro-batch; what was measured becomes the gradient."""
+        if not self._step.empty:
+            self._end_last(trained=trained)
+        share = Share(
+            divisor=self._step.weight,
+            num_gradients=self._num_measured,
+            terms=self._terms,
+            seconds=self._watch.seconds,
+        )
+        self._step.send(share, None)
+
+    def _end_last(self, *, trained: bool) -> None:
+        if not self._num_measured:
+            # Alone it has nothing to be compared with.
+            self._sum.end_micro_batch(trained=trained)
+            return
+        self.end_micro_batch(trained=trained)
+        with self._watch:
+            for parameter, grad in self._mean.items():
+                parameter.grad = grad
+            norms = self._model.norms.of(list(self._mean), list(self._mean.values()))
+            self._mean_norms = norms.tolist()
+
+    def rescale(self, weight: float) -> list[float] | None:
+        """Divides the sum by its weight; a running mean is one already."""
+        if self._mean_norms is None:
+            self._model.parameters.scale_grads(self._sum.unit / weight)
+        return self._mean_norms
+
+    def abandon(self) -> None:
+        """Removes a gradient of which a part is not in `.grad`."""
+        self._sum.abandon()
+        if self._mean:
+            self._model.parameters.clear_grads()

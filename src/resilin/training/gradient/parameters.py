@@ -1,4 +1,4 @@
-"""Which parameters a module has, and which of them are trained now."""
+"""The parameters of a module, those that are trained now, and their gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from resilin.compat.torch_names import multiply_all
+
 _TRAINED = operator.attrgetter("requires_grad")
+_GRAD = operator.attrgetter("grad")
 
 
 class Parameters:
@@ -30,9 +33,11 @@ class Parameters:
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
         self.all: list[Tensor] = list(named.values())
         self.pattern: list[bool] = []
-        """Which of them are trained, as of the last `update`."""
+        """Those that are trained, as of the last `update`."""
         self.trained: list[Tensor] = []
         """Those that are."""
+        self.signature = 0
+        """A number below 2**20 that tells patterns apart."""
         self._registered = False
         self._hooks = [
             register_module_parameter_registration_hook(self._notice),
@@ -47,6 +52,7 @@ class Parameters:
         """Takes over which parameters are trained now."""
         self.pattern = self._now()
         self.trained = [p for p, trained in zip(self.all, self.pattern, strict=True) if trained]
+        self.signature = zlib.crc32(bytes(self.pattern)) & 0xFFFFF
 
     def _now(self) -> list[bool]:
         return list(map(_TRAINED, self.all))
@@ -79,15 +85,36 @@ class Parameters:
                 "AdaptiveDataParallel, or release() it and wrap the module again"
             )
 
-    @property
-    def signature(self) -> int:
-        """A number below 2**20 that tells patterns apart."""
-        return zlib.crc32(bytes(self.pattern)) & 0xFFFFF
-
     def describe(self, names: Sequence[str]) -> str:
         """Words about a change of these parameters."""
         first = names[0] if names else "none"
         return f"{len(names)} parameters ({first} is the first)" if len(names) > 1 else first
+
+    # Their gradients -----------------------------------------------------------------------
+
+    def grads(self) -> list[Tensor]:
+        """The gradients that trained parameters have."""
+        return [grad for grad in map(_GRAD, self.trained) if grad is not None]
+
+    def grads_by_parameter(self) -> dict[Tensor, Tensor]:
+        """The same with their parameters."""
+        return {p: p.grad for p in self.trained if p.grad is not None}
+
+    def scale_grads(self, factor: float) -> None:
+        """Multiplies the gradients."""
+        if factor != 1 and (grads := self.grads()):
+            multiply_all(grads, factor)
+
+    def clear_grads(self) -> None:
+        """Removes the gradients."""
+        for parameter in self.trained:
+            parameter.grad = None
+
+    def take_grads(self) -> dict[Tensor, Tensor]:
+        """Removes the gradients, and returns them."""
+        grads = self.grads_by_parameter()
+        self.clear_grads()
+        return grads
 
     def release(self) -> None:
         """Takes the hooks off."""

@@ -23,7 +23,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStart:
-    """What a replica knows when a step begins."""
+    """Information of a replica at the beginning of a step."""
 
     measure: bool
     """Whether to measure the step; the same on all replicas."""

@@ -1,158 +1,114 @@
-"""The gradient of one optimizer step: accumulated, weighted and reduced exactly.
+"""The gradient of one optimizer step: weighed, accumulated and reduced exactly.
 
 After the backward pass of the last micro-batch, `.grad` is the mean gradient of the global batch,
 whatever the split: each micro-batch counts by its weight (samples, or tokens) over all replicas.
 Losses stay the user's own. A micro-batch counts when its backward pass begins: one that the loop
-leaves out is not in the mean. The reduction is in `ddp`, the arithmetic of one replica in `local`.
+leaves out is not in the mean. A `Reducer` does the arithmetic on gradients and the collectives.
 """
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from resilin.compat.torch_names import after_backward
 from resilin.engine import devices
 from resilin.engine.base import Engine
+from resilin.training.ballot import Ballot
 from resilin.training.gradient import refusals
-from resilin.training.gradient.ballot import Head, Said, check, pack, unpack
 from resilin.training.gradient.calls import Calls
-from resilin.training.gradient.ddp import DdpReducer
-from resilin.training.gradient.local import LocalGradient
+from resilin.training.gradient.norms import GroupNorms, noise_samples
+from resilin.training.gradient.open_step import OpenStep
 from resilin.training.gradient.parameters import Parameters
 from resilin.training.gradient.records import Part, Reduced, StepStart
-from resilin.training.gradient.seal import Seal
-from resilin.training.gradstats import GroupNorms, noise_samples
-from resilin.training.timing import SyncTimer
+from resilin.training.gradient.reducer import Model, Reducer
+from resilin.training.gradient.reducer_choice import attached, choose
+from resilin.training.gradient.seal import Seals
+from resilin.training.gradient.timing import SyncTimer
 
 _SKIPPED = Reduced(weight=0.0, samples=0, skipped=True)
 
 
 class StepGradient:
-    """Accumulates, weighs, reduces and measures the gradient of one step after another."""
+    """Weighs, reduces and measures the gradient of one step after another.
+
+    Args:
+        module: The module that is trained.
+        norms: Norms per parameter group of its optimizer.
+        options: Arguments of the user for DistributedDataParallel.
+        engine: Who is in the job.
+        ballot: What replicas agree on in a step.
+    """
 
     def __init__(
         self,
         module: nn.Module,
         norms: GroupNorms,
-        ddp_kwargs: dict[str, Any],
+        options: Mapping[str, Any],
         engine: Engine,
-        own_votes: Callable[[], Sequence[float]],
+        ballot: Ballot,
     ) -> None:
-        self._module = module
+        parameters = Parameters(module)
+        self._model = Model(module=module, parameters=parameters, norms=norms, options=options)
         self._engine = engine
-        self._norms = norms
-        self._own_votes = own_votes
-        self._parameters = Parameters(module)
-        self._local = LocalGradient(self._parameters, norms)
+        self._ballot = ballot
+        self._seals = Seals(parameters)
         self._calls = Calls(self._backward_begins)
-        self._ddp_kwargs = {"gradient_as_bucket_view": True, **ddp_kwargs}
-        self._reducer: DdpReducer | None = None
         self._queued = False
-        self._allowed = 0
-        self._num_steps = 0
-        self._used: Seal | None = None
-        known = self._parameters.all
-        place = known[0].device if known else torch.device("cpu")
+        place = parameters.all[0].device if parameters.all else torch.device("cpu")
         self._kind = devices.of(place)
         self.sync = SyncTimer(place)
-        """How long steps wait for their reduction."""
-        self.reset()
-        self._join()
+        """Time that steps wait for their reduction."""
+        self._reducer: Reducer = attached(self._model, engine.gradient_group(), joined=False)
+        self._reset()
 
-    def reset(self) -> None:
-        """Forgets the step, committed or not. Gradients are left as they are."""
-        self.part: Part | None = None
-        self.result: Reduced | None = None
-        self.measure = False
-        self._start = StepStart(measure=False, step_seconds=0.0, steps=0)
-        self._backwards = 0
-        self._weighed = False
-        self._fresh = False
-        self._samples = 0
-        self._seal: Seal | None = None
-        self._skips = self._changes = False
-        self._head: Head | None = None
-        self._said: Said | None = None
-        self._num_votes = 0
-        self._alone_votes: tuple[float, ...] = ()
-        self._seconds = 0.0
-        self._local.reset()
+    def _reset(self) -> None:
+        """Makes the record of the next step. Gradients are left as they are."""
+        self.step = OpenStep(self._model.parameters, self._ballot, self.sync)
+        """The step under way, or the one to come."""
+        self._reducer.begin_step(self.step)
+        self._ballot.forget()
         self._calls.reset()
-        if self._reducer is not None:
-            self._reducer.reset()
+        self._seals.open()
         self.sync.dropped()
 
     def end(self) -> None:
-        """Forgets a step that was made; `.grad` is the loop's to zero."""
-        self._used = None
-        if self.complete and self._thorough:
-            self._used = Seal(self._local.tensors(), contents=False)
-        self.reset()
+        """Ends a step that was made, skipped or left; `.grad` is the loop's to zero."""
+        if self.step.complete:
+            self._seals.use()
+        else:
+            self._seals.forget_used()
+        self._reset()
 
     def drop(self) -> None:
         """Forgets the step, and what `.grad` holds of it."""
-        if self._backwards or self._queued or not self._local.empty:
-            self._local.clear()
+        if self.step.backwards or self._queued:
+            self._model.parameters.clear_grads()
         # A backward pass that failed has left its end to come.
         self._queued = False
-        if self._reducer is not None:
-            self._reducer.disarm()
-        self.reset()
+        self._reducer.abandon()
+        self._reset()
 
     def release(self) -> None:
         """Takes the hooks off."""
-        self._parameters.release()
-
-    def _join(self) -> None:
-        """Wraps the module for the replicas that are present now, if they changed."""
-        group = dist.group.WORLD if self._engine.num_replicas > 1 else None
-        if group is None:
-            self._reducer = None
-        elif self._reducer is None or self._reducer.group is not group:
-            self._reducer = None  # The old one goes first: both have hooks on the parameters.
-            self._reducer = DdpReducer(
-                self._module, self._parameters, self._norms, self._ddp_kwargs, self
-            )
+        self._model.parameters.release()
 
     # Its state -----------------------------------------------------------------------------
 
     @property
     def shared(self) -> bool:
         """Whether other replicas have a part of the step from this one already."""
-        return self.result is not None or (self._reducer is not None and self._reducer.reducing)
-
-    @property
-    def pending(self) -> bool:
-        """Whether `.grad` holds a part of a step that was not made."""
-        return self._backwards > 0 and (self.result is None or not self.result.skipped)
-
-    @property
-    def complete(self) -> bool:
-        """Whether `.grad` is the mean over the global batch, and was not used yet."""
-        return self.result is not None and not self.result.skipped
-
-    @property
-    def trained(self) -> bool:
-        """Whether the micro-batch at hand had its backward pass."""
-        return self._weighed
+        return self.step.result is not None or self._reducer.shared
 
     @property
     def returned(self) -> str:
         """Type of the module's last output, if no tensor in it requires a gradient."""
         return self._calls.returned
-
-    @property
-    def ballot(self) -> Tensor | None:
-        """The ballot of this step, if it was sent."""
-        return None if self._reducer is None else self._reducer.ballot
 
     # One micro-batch -----------------------------------------------------------------------
 
@@ -169,50 +125,59 @@ class StepGradient:
         if start is not None:
             self._begin_step(start)
         else:
-            self._end_part()
-            if names := self._parameters.changed():
+            self._end_micro_batch()
+            parameters = self._model.parameters
+            if names := parameters.changed():
                 raise RuntimeError(
-                    f"requires_grad of {self._parameters.describe(names)} was changed in the "
-                    "middle of a step, between two of its micro-batches; freeze and unfreeze "
-                    "between two optimizer steps"
+                    f"requires_grad of {parameters.describe(names)} was changed in the middle of "
+                    "a step, between two of its micro-batches; freeze and unfreeze between two "
+                    "optimizer steps"
                 )
             self._calls.next_micro_batch()
-        self.part = part
-        self._weighed = False
-        self._local.align(part.weight, copy=self._reducer is not None)
+        self.step.begin(part)
+        self._reducer.begin()
         if start is None:
-            self._reseal()
+            self._seals.close()
 
     def _begin_step(self, start: StepStart) -> None:
-        if self.complete:
+        if self.step.complete:
             raise RuntimeError(refusals.NOT_STEPPED)
-        if self.pending:
+        if self.step.pending:
             warnings.warn(refusals.LEFT, stacklevel=5)
         self.drop()
-        self._parameters.check()
-        if self._parameters.changed():
-            self._follow(start)
-        self._join()
-        self._start, self.measure = start, start.measure
-        self._num_steps += 1
+        self._follow(start)
+        self.step.start = start
+        self._seals.begin_step()
 
     def _follow(self, start: StepStart) -> None:
-        """Takes over which parameters are trained now, together with all replicas."""
-        self._parameters.update()
-        self._norms.update(self._parameters.all)
-        if self._reducer is not None and self._reducer.group is dist.group.WORLD:
+        """Takes over which parameters are trained now, and which replicas are present."""
+        parameters, group = self._model.parameters, self._engine.gradient_group()
+        parameters.check()
+        same, changed = group is self._reducer.group, bool(parameters.changed())
+        if same and not changed:
+            return
+        if changed:
+            parameters.update()
+            self._model.norms.update(parameters.all)
+        if same and group is not None:
             # In place of the reduction that the others expect, if they have not changed anything.
-            self._start, self._changes = start, True
+            self.step.start, self.step.changes = start, True
             self._take_part_empty()
-            self.reset()
-            self._reducer = None
+        # The old one goes first: both may have hooks on the parameters.
+        self._reducer.detach()
+        if same:
+            self._reducer = choose(self._model, group)
+            self._reducer.attach(group, source=None)
+        else:
+            self._reducer = attached(self._model, group, joined=True)
+        self._reset()
 
-    def _end_part(self) -> None:
+    def _end_micro_batch(self) -> None:
         """Ends the micro-batch before another one: it was trained, or left out."""
         if self._queued:
             raise RuntimeError(refusals.FAILED)
         self.settle()
-        self._local.merge(trained=False)
+        self._reducer.end_micro_batch(trained=False)
 
     def add_call(self, weight: float) -> None:
         """Announces another call of the module before the backward pass of a step.
@@ -220,53 +185,47 @@ class StepGradient:
         For steps of one micro-batch without a loader of ours. The step weighs what the largest
         call does that may take part in the backward pass.
         """
-        assert self.part is not None
-        self.part = replace(self.part, weight=weight, samples=round(weight))
+        self.step.reweigh(weight)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module so that its backward pass belongs to the current micro-batch."""
-        assert self.part is not None
-        if self._reducer is None:
-            output = self._module(*args, **kwargs)
-        else:
-            output = self._reducer.forward(self.part.last, *args, **kwargs)
-        self._calls.add(output, self.part.weight)
+        part = self.step.part
+        assert part is not None
+        output = self._reducer.forward(lambda module: module(*args, **kwargs), last=part.last)
+        self._calls.add(output, part.weight)
         return output
 
     def _backward_begins(self) -> None:
         if self._queued:
             return
         self._queued = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-        if self.part is None or self.result is not None:
+        after_backward(self._backward_ends)
+        step = self.step
+        if step.part is None or step.result is not None:
             return  # Its end refuses it.
-        self._verify()
-        self._seal = None
-        used, self._used = self._used, None
-        if used is not None and (grads := self._local.tensors()) and used.holds(grads):
-            raise RuntimeError(refusals.NOT_ZEROED)
-        if self._weighed:
+        self._seals.verify(complete=False)
+        self._seals.open()
+        self._seals.check_zeroed()
+        if step.trained:
             return
-        self._weighed = True
         weight = self._calls.weight()
-        if weight > self.part.weight:
-            self.part = replace(self.part, weight=weight, samples=round(weight))
-        self._local.add_weight(self.part.weight)
-        self._samples += self.part.samples
+        if weight > step.part.weight:
+            step.reweigh(weight)
+        step.count()
 
     def _backward_ends(self) -> None:
         self._queued = False
-        if self.part is None:
+        step = self.step
+        if step.part is None:
             raise RuntimeError(refusals.STALE)
         self._calls.check()
-        self._backwards += 1
-        self._fresh = True
-        if self.part.last:
-            # DDP has queued its own end by now. Ours goes behind it, where gradients are reduced.
-            torch.autograd.Variable._execution_engine.queue_callback(self._conclude_in_backward)
+        step.backwards += 1
+        step.fresh = True
+        if step.part.last:
+            # DDP has queued its own end by now. Ours comes after it, when gradients are reduced.
+            after_backward(self._conclude_in_backward)
             return
-        self._local.merge(trained=True)
-        self._reseal()
+        self._seals.close()
 
     def _conclude_in_backward(self) -> None:
         self.conclude()
@@ -277,44 +236,26 @@ class StepGradient:
         Raises:
             RuntimeError: Somebody changed the gradient.
         """
-        self._verify()
-        if not self._fresh or self.result is not None:
+        step = self.step
+        self._seals.verify(complete=self.step.complete)
+        if not step.fresh or step.result is not None:
             return
-        self._fresh = False
+        step.fresh = False
         self._kind.end_micro_batch()
-        if self.measure and self._reducer is None and self.part is not None and self.part.weight:
-            with self.timed():
-                self._local.absorb(self.part.weight)
-            self._reseal()
-
-    # Changes by others ---------------------------------------------------------------------
-
-    def _verify(self) -> None:
-        if self._seal is None or (self._allowed and self.complete):
-            return
-        if not self._seal.holds(self._local.tensors()):
-            complete = self.result is not None
-            raise RuntimeError(refusals.CHANGED if complete else refusals.CHANGED_BETWEEN)
-
-    @property
-    def _thorough(self) -> bool:
-        """Whether to look closely: in the first steps, and in ever fewer later ones."""
-        return self._num_steps & (self._num_steps - 1) == 0
-
-    def _reseal(self) -> None:
-        self._seal = Seal(self._local.tensors(), contents=self._thorough)
+        if self._reducer.end_micro_batch(trained=True):
+            self._seals.close()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Allows changes of a complete gradient within this block."""
-        self._verify()
-        self._allowed += 1
+        self._seals.verify(complete=self.step.complete)
+        self._seals.allow()
         try:
             yield
         finally:
-            self._allowed -= 1
-            if self.complete:
-                self._reseal()
+            self._seals.forbid()
+            if self.step.complete:
+                self._seals.close()
 
     # The whole step ------------------------------------------------------------------------
 
@@ -324,177 +265,54 @@ class StepGradient:
         Raises:
             RuntimeError: A second backward pass through the last micro-batch.
         """
-        assert self.part is not None
-        if self.result is not None and self._backwards > 1 and self.part.last:
+        step = self.step
+        assert step.part is not None
+        if step.result is not None and step.backwards > 1 and step.part.last:
             raise RuntimeError(refusals.SECOND)
-        if self.result is None:
-            self._backwards = 1
-            self.result = self._conclude_alone() if self._reducer is None else self._conclude_all()
+        if step.result is None:
+            step.backwards = 1
+            self._reducer.finish(trained=step.fresh)
+            step.result = self._complete()
             self.sync.reduced()
-            if self.complete:
-                self._reseal()
-        return self.result
+            if self.step.complete:
+                self._seals.close()
+        return step.result
 
     def conclude_without_backward(self) -> None:
         """Completes a step whose last micro-batch the loop has left out of the backward pass."""
-        self._end_part()
-        if self._reducer is not None:
-            self._local.hold(0.0, copy=True)
-            self._reducer.take_part(list(self._local.held or ()))
+        self._end_micro_batch()
         self.conclude()
 
     def leave(self) -> None:
         """Leaves a step without its last backward pass: no replica makes it."""
-        self._skips = True
-        if self._reducer is not None:
-            self._take_part_empty()
-        self._local.clear()
-        self.result = _SKIPPED
+        self.step.skips = True
+        self._take_part_empty()
+        self.step.result = _SKIPPED
 
     def _take_part_empty(self) -> None:
-        assert self._reducer is not None
+        """Takes part in the reduction of a step that this replica has no gradient for."""
         self._queued = False
-        self._reducer.take_part()
-        self._local.clear()
-        self._count()
+        self._reducer.finish(trained=False)
+        self._model.parameters.clear_grads()
+        self._ballot.sums()
 
-    def _conclude_alone(self) -> Reduced:
-        local = self._local
-        self._alone_votes = tuple(self._own_votes())
-        local.merge(trained=self._fresh)
-        if not local.weight:
-            raise RuntimeError(refusals.WEIGHTLESS)
-        if not local.num_measured:
-            local.scale(local.unit / local.weight)
-            return Reduced(weight=local.weight, samples=self._samples)
-        assert self.part is not None
-        with self.timed():
-            if self._fresh and self.part.weight:
-                local.absorb(self.part.weight)
-            terms, means = local.take_mean()
-        return Reduced(
-            weight=local.weight,
-            samples=self._samples,
-            noise=noise_samples(local.weight, local.num_measured, terms, means),
-            cost=self._seconds / max(self._start.step_seconds, 1e-9),
-        )
-
-    def _conclude_all(self) -> Reduced:
-        assert self._reducer is not None
-        # DDP leaves what no replica used alone: as it was before it was put aside.
-        self._local.restore_unused()
-        said = self._count()
-        sums = said.head
-        if sums.skips:
-            self._local.clear()
+    def _complete(self) -> Reduced:
+        """Makes `.grad` the mean, by what all replicas say of their parts."""
+        sums = self._ballot.sums()
+        head = sums.head
+        if head.skips:
+            self._model.parameters.clear_grads()
             return _SKIPPED
-        if not sums.weight:
+        if not head.weight:
             raise RuntimeError(refusals.WEIGHTLESS)
-        self._reducer.completed(sums.weight)
-        correction = self._assumed() / sums.weight
-        self._local.scale(correction)
-        noise = None
-        if self.measure:
-            means = (self._reducer.mean_norms() * (correction * correction)).tolist()
-            noise = noise_samples(sums.weight, round(sums.members), said.terms, means)
+        noise, means = None, self._reducer.rescale(head.weight)
+        if means is not None:
+            noise = noise_samples(head.weight, round(head.gradients), sums.terms, means)
         return Reduced(
-            weight=sums.weight,
-            samples=round(sums.samples),
+            weight=head.weight,
+            samples=round(head.samples),
             noise=noise,
-            # The ballot left before the norms after the reduction, which cost as much again. Times
-            # come from the ballot too: what decides on later steps must be the same everywhere.
-            cost=2 * sums.seconds / max(sums.step_seconds, 1e-9) if self.measure else 0.0,
+            # Times come from the ballot too: what decides on later steps must be the same
+            # everywhere.
+            cost=head.seconds / max(head.step_seconds, 1e-9),
         )
-
-    def _count(self) -> Said:
-        """The ballot of the step, summed over all replicas, which make it alike."""
-        assert self._reducer is not None
-        assert self._head is not None
-        self._said = unpack(self._reducer.counted(), self._num_votes)
-        check(self._head, self._said.head, self._engine.num_replicas)
-        return self._said
-
-    def votes(self) -> tuple[float, ...]:
-        """What all replicas together said in the ballot of this step, besides the gradient.
-
-        Empty if there was none: no backward pass, or nobody has anything to say.
-        """
-        if self._reducer is None:
-            return self._alone_votes
-        return () if self._said is None else self._said.votes
-
-    # What the reduction asks ---------------------------------------------------------------
-
-    @property
-    def _is_empty(self) -> bool:
-        """Whether this replica takes part in a reduction without a gradient."""
-        return self._skips or self._changes
-
-    def reduces(self) -> bool:
-        """Whether a reduction is due: the micro-batch under way is the last one."""
-        return self._is_empty or (self.part is not None and self.part.last)
-
-    def local_weight(self) -> float:
-        """Weight of this replica's micro-batches."""
-        return 0.0 if self._is_empty else self._local.weight
-
-    def computed(self) -> None:
-        """This replica has computed all of its gradient."""
-        self.sync.computed()
-
-    def _assumed(self) -> float:
-        """The total weight that replicas divide by before they know it; the same on all."""
-        assert self._reducer is not None
-        if self.part is not None and self.part.total is not None:
-            return self.part.total
-        return self._reducer.assumed or 1.0
-
-    def weigh(self, bucket: Any) -> None:
-        """Turns a bucket into this replica's share of the mean gradient, in place."""
-        buffer, held = bucket.buffer(), self._local.held
-        if self._is_empty:
-            buffer.zero_()
-            return
-        if held is not None:
-            if self._local.share:
-                buffer.mul_(self._local.share)
-            else:
-                # Explicit zeros: a gradient that must not count may be infinite.
-                buffer.zero_()
-            for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                if parameter in held:
-                    grad.add_(held[parameter])
-        buffer.mul_(self._local.unit / self._assumed())
-
-    def make_ballot(self, norms: Tensor | None, like: Tensor) -> Tensor:
-        """All that replicas must agree on, in one reduction after that of the last bucket."""
-        votes = tuple(self._own_votes())
-        self._num_votes = len(votes)
-        weight = self.local_weight()
-        empty = self._is_empty
-        self._head = Head(
-            weight=weight,
-            samples=0.0 if empty else float(self._samples),
-            members=float(weight > 0),
-            seconds=self._seconds,
-            step_seconds=self._start.step_seconds,
-            steps=float(self._start.steps),
-            assumed=0.0 if empty else self._assumed(),
-            skips=float(self._skips),
-            changes=float(self._changes),
-            signature=float(self._parameters.signature),
-        )
-        if norms is None or not weight:
-            terms = torch.zeros(self._norms.num_groups, dtype=torch.float64, device=like.device)
-        else:
-            terms = norms * (self._assumed() * self._assumed() / weight)
-        return pack(self._head, votes, terms)
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Adds the time spent in this block to what measuring has cost."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds += time.perf_counter() - start

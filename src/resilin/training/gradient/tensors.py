@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from resilin.compat.torch_names import tree_leaves
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
@@ -28,6 +29,6 @@ def tensors_in(*values: Any) -> Iterator[Tensor]:
                 *(getattr(value, field.name, None) for field in dataclasses.fields(value))
             )
         else:
-            leaves = pytree.tree_leaves(value)
+            leaves = tree_leaves(value)
             if len(leaves) != 1 or leaves[0] is not value:
                 yield from tensors_in(*leaves)

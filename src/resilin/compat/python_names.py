@@ -1,0 +1,55 @@
+"""Python: names that are documented as details of CPython, or not at all."""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from resilin.compat.names import Package
+
+if TYPE_CHECKING:
+    from argparse import Action, ArgumentParser
+
+PYTHON = Package("Python", tested=("3.11",), version=platform.python_version)
+"""Python, and the names of it that resilin uses."""
+
+_FRAME = PYTHON.name("sys:_getframe", "recognises a GradScaler among the callers of a step")
+_getframe = _FRAME.find()
+_FRAMES = PYTHON.name("sys:_current_frames", "recognises a worker that is in a debugger")
+_EXIT = PYTHON.name("atexit:_run_exitfuncs", "ends a warm worker as a script of its own would")
+_ACTIONS = PYTHON.name(
+    "argparse:ArgumentParser._actions", "completes paths in a shell", instance=True
+)
+_COMMANDS = PYTHON.name("argparse:_SubParsersAction", "completes the options of commands")
+
+
+def frame_of_caller() -> FrameType:
+    """The frame of the caller of the function that calls this."""
+    frame: FrameType = _getframe(2)
+    return frame
+
+
+def frame_of_main_thread() -> FrameType | None:
+    """The frame that the main thread is executing."""
+    frames: Mapping[int, FrameType] = _FRAMES.find()()
+    return frames.get(threading.main_thread().ident or 0)
+
+
+def run_exit_functions() -> None:
+    """Run the functions registered with `atexit`, as the interpreter does when it exits."""
+    _EXIT.find()()
+
+
+def arguments_of(parser: ArgumentParser) -> list[Action]:
+    """The arguments of a parser."""
+    actions: list[Action] = _ACTIONS.of(parser)
+    return actions
+
+
+def commands_of(action: Action) -> Iterator[ArgumentParser]:
+    """The parsers of all commands, if this argument is a choice of commands."""
+    if isinstance(action, _COMMANDS.find()):
+        yield from action.choices.values()

@@ -1,0 +1,279 @@
+"""torch: names of autograd, DDP, optimizers, schedulers, torch.compile and checkpoints.
+
+Names that every job needs are looked up when this module is imported, and cost nothing later.
+Those of torch.compile and of checkpoints are looked up when they are used.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from resilin.compat.names import Package
+
+TORCH = Package("torch", tested=("2.13.0", "2.15.0"))
+"""torch, and the names of it that resilin uses."""
+
+# Tensors -----------------------------------------------------------------------------------------
+
+multiply_all: Callable[[Sequence[Tensor], float], None] = TORCH.name(
+    "torch:_foreach_mul_", "scales all gradients in one call"
+).find()
+"""Multiplies tensors by a number, in place."""
+
+interpolate_all: Callable[[Sequence[Tensor], Sequence[Tensor], float], None] = TORCH.name(
+    "torch:_foreach_lerp_", "averages the gradients of micro-batches in one call"
+).find()
+"""Moves tensors towards others by a share of the distance, in place."""
+
+norms_of_all: Callable[[Sequence[Tensor]], list[Tensor]] = TORCH.name(
+    "torch:_foreach_norm", "measures all gradients in one call, on a GPU"
+).find()
+"""The norm of each tensor."""
+
+_VERSION = TORCH.name("torch:Tensor._version", "detects that a tensor was changed in place")
+_VERSION.find()
+version_of: Callable[[Tensor], int] = operator.attrgetter(_VERSION.attribute)
+"""Number of changes in place that a tensor has had."""
+
+_pytree: Any = TORCH.name("torch.utils:_pytree", "finds tensors in nested containers").find()
+tree_leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves
+"""The leaves of a nesting of containers."""
+
+# The backward pass -------------------------------------------------------------------------------
+
+after_backward: Callable[[Callable[[], None]], None] = (
+    TORCH.name(
+        "torch.autograd:Variable._execution_engine",
+        "completes a gradient at the end of the backward pass, after the reduction of DDP",
+    )
+    .find()
+    .queue_callback
+)
+"""Queues a function that is called once the backward pass under way has ended."""
+
+Dropout: type[nn.Module] = TORCH.name(
+    "torch.nn.modules.dropout:_DropoutNd", "switches dropout off for `check_split`"
+).find()
+"""Base class of all dropout modules."""
+
+# DDP ---------------------------------------------------------------------------------------------
+
+_PRE_FORWARD = TORCH.name(
+    "torch.nn.parallel:DistributedDataParallel._pre_forward",
+    "takes part in a reduction without a forward pass",
+)
+_POST_FORWARD = TORCH.name(
+    "torch.nn.parallel:DistributedDataParallel._post_forward",
+    "takes part in a reduction without a forward pass",
+)
+_REDUCER = TORCH.name(
+    "torch.nn.parallel:DistributedDataParallel.reducer",
+    "repeats or gives up a reduction",
+    instance=True,
+)
+_PREPARE = TORCH.name(
+    "torch.distributed:Reducer.prepare_for_backward", "repeats a reduction that was given up"
+)
+_RESET = TORCH.name(
+    "torch.distributed:Reducer._reset_state", "gives up a reduction before the first one"
+)
+_SYNC = TORCH.name(
+    "torch.nn.parallel:DistributedDataParallel.require_backward_grad_sync",
+    "sets which micro-batch reduces",
+    instance=True,
+)
+_UNUSED = TORCH.name(
+    "torch.nn.parallel:DistributedDataParallel.find_unused_parameters",
+    "takes part in a reduction as the user has configured it",
+    instance=True,
+)
+_IGNORED = TORCH.name(
+    "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+    "knows which parameters DDP leaves alone, by the attribute that it sets",
+)
+_FIRST_BUCKET = TORCH.name(
+    "torch.distributed:_DEFAULT_FIRST_BUCKET_BYTES", "checks bucket_cap_mb of compiled models"
+)
+for _name in (_PRE_FORWARD, _POST_FORWARD, _PREPARE, _RESET, _IGNORED):
+    _name.find()
+
+
+def check_ddp(ddp: DistributedDataParallel) -> None:
+    """Check that a DDP has all attributes that the functions below use.
+
+    Raises:
+        MissingNameError: One is gone.
+    """
+    for name in (_REDUCER, _SYNC, _UNUSED):
+        name.of(ddp)
+
+
+def set_reduces(ddp: DistributedDataParallel, reduces: bool) -> None:
+    """Set whether the backward pass of the next forward pass reduces, as `no_sync` does."""
+    ddp.require_backward_grad_sync = reduces
+
+
+def finds_unused(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP looks for parameters that a forward pass did not use."""
+    return bool(ddp.find_unused_parameters)
+
+
+def prepare_backward(ddp: DistributedDataParallel, outputs: Sequence[Tensor]) -> None:
+    """Make DDP expect a backward pass from these outputs, without a forward pass.
+
+    Args:
+        ddp: The model.
+        outputs: Roots of the backward pass; empty unless unused parameters are looked for.
+    """
+    ddp.reducer.prepare_for_backward(list(outputs))
+
+
+def wrap_outputs(ddp: DistributedDataParallel, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Run the hooks of DDP around a forward pass, for outputs that were computed outside of it.
+
+    Returns:
+        The outputs, connected so that their backward pass reduces.
+    """
+    # An argument, because DDP moves its arguments to the device and expects some.
+    unused = torch.zeros(())
+    ddp._pre_forward(unused, unused=unused)  # type: ignore[no-untyped-call]
+    wrapped: Sequence[Tensor] = ddp._post_forward(tuple(outputs))  # type: ignore[no-untyped-call]
+    return wrapped
+
+
+def reset_reducer(ddp: DistributedDataParallel) -> None:
+    """Make DDP forget a forward pass whose backward pass never ended, and its bucket order."""
+    ddp.reducer._reset_state()
+
+
+def ignored_by_ddp(module: nn.Module) -> frozenset[str]:
+    """Names of the parameters and buffers that DDP was configured to ignore."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def first_bucket_bytes() -> int:
+    """Size of the first bucket of DDP, in bytes."""
+    return int(_FIRST_BUCKET.find())
+
+
+# Process groups ----------------------------------------------------------------------------------
+
+_DEFAULT_STORE = TORCH.name(
+    "torch.distributed.distributed_c10d:_get_default_store",
+    "shares the nodes of Ray Train's workers",
+)
+_RENDEZVOUS = TORCH.name(
+    "torch.distributed.rendezvous:rendezvous", "gives each process group a name of its own"
+)
+
+
+def default_store() -> Store:
+    """The store through which the default process group was formed."""
+    store: Store = _DEFAULT_STORE.find()()
+    return store
+
+
+def rendezvous_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
+    """Join the other processes by the environment variables of torchrun.
+
+    Returns:
+        The store, the rank of this process, and the number of processes.
+    """
+    store, rank, world_size = next(_RENDEZVOUS.find()("env://", timeout=timeout))
+    return store, rank, world_size
+
+
+# torch.compile -----------------------------------------------------------------------------------
+
+_OPTIMIZED = TORCH.name("torch._dynamo:OptimizedModule", "recognises compiled modules")
+_ORIGINAL = TORCH.name(
+    "torch._dynamo:OptimizedModule._orig_mod",
+    "reaches the module within a compiled one",
+    instance=True,
+)
+_COMPILED_CALL = TORCH.name(
+    "torch.nn:Module._compiled_call_impl", "recognises modules compiled in place"
+)
+_DDP_MODE = TORCH.name(
+    "torch._dynamo.utils:get_optimize_ddp_mode", "checks bucket_cap_mb of compiled models"
+)
+DYNAMO = "torch._dynamo"
+"""The module of torch.compile; only loaded where something is compiled, or an optimizer was made.
+"""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile was applied to this module, by function or in place."""
+    if _COMPILED_CALL.of(module) is not None:
+        return True
+    return DYNAMO in sys.modules and isinstance(module, _OPTIMIZED.find())
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module within a compiled one; any other module is itself returned."""
+    if DYNAMO not in sys.modules or not isinstance(module, _OPTIMIZED.find()):
+        return module
+    inner: nn.Module = _ORIGINAL.of(module)
+    return inner
+
+
+def splits_graph_by_buckets() -> bool:
+    """Whether torch.compile would split the graph of a model in DDP by its buckets."""
+    return DYNAMO in sys.modules and _DDP_MODE.find()() == "ddp_optimizer"
+
+
+# Optimizers and schedulers -----------------------------------------------------------------------
+
+_COUNTED = "_wrapped_by_lr_sched"
+_CALLED = TORCH.name(
+    "torch.optim:Optimizer._opt_called", "keeps schedulers from warning about gates", instance=True
+)
+_INITIAL = TORCH.name(
+    "torch.optim.lr_scheduler:LRScheduler._is_initial",
+    "distinguishes the step of a scheduler's constructor from those of training",
+)
+_INITIAL.find()
+
+
+def is_counted(step: Callable[..., Any]) -> bool:
+    """Whether a scheduler has wrapped this `optimizer.step` to detect that it was called."""
+    return hasattr(step, _COUNTED)
+
+
+def mark_counted(step: Callable[..., Any]) -> None:
+    """Mark an `optimizer.step` as wrapped; a scheduler warns about one that is not."""
+    setattr(step, _COUNTED, True)
+
+
+def note_called(optimizer: Optimizer) -> None:
+    """Note that the optimizer was stepped; a scheduler that is stepped first warns about it."""
+    setattr(optimizer, _CALLED.attribute, True)
+
+
+def is_initial(scheduler: LRScheduler) -> bool:
+    """Whether the scheduler's constructor is stepping it."""
+    return bool(scheduler._is_initial)
+
+
+# Checkpoints -------------------------------------------------------------------------------------
+
+_PLACE = TORCH.name(
+    "torch.distributed.checkpoint.filesystem:_StorageInfo",
+    "writes checkpoints that torch.distributed.checkpoint can read",
+)
+
+
+def make_place(file: str, offset: int, length: int) -> Any:
+    """Make the record of the position of a tensor, in metadata of torch.distributed.checkpoint."""
+    return _PLACE.find()(file, offset, length)

@@ -1,0 +1,1 @@
+"""Bridge: what the framework integrations share."""

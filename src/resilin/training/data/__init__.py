@@ -1,0 +1,1 @@
+"""Data: positions in the sample stream become micro-batches."""

@@ -1,0 +1,1 @@
+"""Gates: the user's optimizer, scaler and scheduler while a step is incomplete."""

@@ -1,0 +1,107 @@
+"""The gate around a GradScaler: unscaling and updating wait for the last micro-batch too."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any, Protocol
+
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from resilin.compat.python_names import frame_of_caller
+from resilin.training.gates.patch import Patch
+
+_FRAMES = 8
+"""Most frames between `GradScaler.step` and whoever asks: wrappers of schedulers and of ours."""
+
+
+def calling_scaler() -> bool:
+    """Whether an enabled GradScaler is stepping the optimizer right now.
+
+    Unscaling leaves no other trace that could be checked: it changes gradients without raising
+    their version.
+    """
+    frame: FrameType | None = frame_of_caller()
+    for _ in range(_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code is GradScaler.step.__code__:
+            return bool(frame.f_locals["self"].is_enabled())
+        frame = frame.f_back
+    return False
+
+
+class ScaledOwner(Protocol):
+    """Interface of the model that the gate needs."""
+
+    def step_waits(self) -> bool:
+        """Whether the step is still being accumulated."""
+        ...
+
+    def step_pending(self) -> bool:
+        """Whether a gradient is there that was not used yet."""
+        ...
+
+    def change_gradient(self) -> AbstractContextManager[bool]:
+        """Surrounds changes of the gradient."""
+        ...
+
+    def skip_step(self) -> None:
+        """The scaler skipped the step."""
+        ...
+
+    def step_failed(self) -> bool:
+        """Whether the last step failed, so that it is issued again."""
+        ...
+
+
+class ScalerGate:
+    """Holds back `unscale_`, `step` and `update` of a scaler while a step is accumulated.
+
+    A scaler of several optimizers is held back for the gated one only, except for `update`,
+    which concerns them all.
+    """
+
+    def __init__(self, scaler: GradScaler, optimizer: Optimizer, owner: ScaledOwner) -> None:
+        self.scaler = scaler
+        own = {name: getattr(scaler, name) for name in ("unscale_", "step", "update")}
+        waited = False
+
+        def unscale_(target: Optimizer) -> None:
+            if target is not optimizer:
+                own["unscale_"](target)
+            elif not owner.step_waits():
+                with owner.change_gradient():
+                    own["unscale_"](target)
+
+        def step(target: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            nonlocal waited
+            if target is not optimizer:
+                return own["step"](target, *args, **kwargs)
+            waited = owner.step_waits()
+            if waited:
+                return None
+            result = own["step"](target, *args, **kwargs)
+            if owner.step_pending():
+                # The gradient was not finite: the optimizer was never called. The samples are
+                # used up, but neither clock nor noise count them.
+                owner.skip_step()
+            return result
+
+        def update(*args: Any, **kwargs: Any) -> None:
+            if owner.step_failed():
+                # It is issued again: neither its scale nor what it has unscaled counts.
+                own["update"](scaler.get_scale())
+            elif not waited:
+                own["update"](*args, **kwargs)
+
+        self._patch = Patch(scaler, {"unscale_": unscale_, "step": step, "update": update})
+
+    def scale(self) -> float:
+        """The factor on all gradients until they are unscaled."""
+        return float(self.scaler.get_scale()) if self.scaler.is_enabled() else 1.0
+
+    def remove(self) -> None:
+        """Gives the scaler its own methods back."""
+        self._patch.remove()

@@ -1,0 +1,117 @@
+"""Micro-batches of one replica added up in `.grad`, each by its weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from resilin.training.gradient.open_step import OpenStep
+from resilin.training.gradient.parameters import Parameters
+
+_WIDEST = {torch.float16: 2.0}
+"""Largest ratio of the unit of `.grad` to the new weight, so that no conversion overflows."""
+_WIDE = 2.0**16
+"""The same for other types."""
+
+
+class Accumulation:
+    """The sum in `.grad` of the trained parameters, and its unit.
+
+    `.grad` is kept in units of a micro-batch's weight, so equal micro-batches cost nothing. Where
+    that of the next micro-batch is so much smaller that the conversion might overflow, the gradient
+    so far is put aside, and the next one is added by its share.
+
+    Args:
+        parameters: The parameters of the model.
+        views: Whether `.grad` may be views of buffers that the reduction writes to, so that a
+            gradient that is put aside has to be copied.
+    """
+
+    def __init__(self, parameters: Parameters, *, views: bool) -> None:
+        self._parameters = parameters
+        self._views = views
+        self._widest = min((_WIDEST.get(p.dtype, _WIDE) for p in parameters.all), default=_WIDE)
+
+    def begin_step(self, step: OpenStep) -> None:
+        """Forgets the step before. Gradients are left as they are."""
+        self._step = step
+        self._unit = 0.0
+        self._share = 1.0
+        self.held: dict[Tensor, Tensor] | None = None
+        """The gradient so far, while it is put aside."""
+
+    @property
+    def unit(self) -> float:
+        """Weight that `.grad` has to be multiplied by, with the micro-batch at hand in it."""
+        part = self._step.part
+        return self._unit or (0.0 if part is None else part.weight)
+
+    @property
+    def share(self) -> float:
+        """Weight of the micro-batch at hand, in units, while the others are put aside."""
+        return self._share
+
+    def begin(self) -> None:
+        """Prepares for the micro-batch at hand."""
+        part = self._step.part
+        assert part is not None
+        weight = part.weight
+        self._share = 1.0
+        if weight == 0:
+            self.hold(0.0)
+        elif self._unit > self._widest * weight:
+            self.hold(weight / self._unit)
+        elif self._unit:
+            self._parameters.scale_grads(self._unit / weight)
+            self._unit = weight
+
+    def hold(self, share: float) -> None:
+        """Set the gradient so far aside, so that the next one can be weighted separately."""
+        self._share = share
+        if not self._views:
+            self.held = self._parameters.take_grads()
+            return
+        # DDP expects a gradient where an earlier micro-batch had one: zeros, to which the next one
+        # is added.
+        self.held = {p: grad.clone() for p, grad in self._parameters.grads_by_parameter().items()}
+        for grad in self._parameters.grads():
+            grad.zero_()
+
+    def end_micro_batch(self, *, trained: bool) -> bool:
+        """Adds the micro-batch at hand to what was put aside, if anything was.
+
+        Args:
+            trained: Whether it had a backward pass.
+
+        Returns:
+            Whether `.grad` was changed.
+        """
+        if trained:
+            self._unit = self.unit
+        if self.held is None:
+            return False
+        held, self.held = self.held, None
+        new = self._parameters.take_grads() if trained and self._share else {}
+        self._parameters.clear_grads()
+        for parameter, grad in held.items():
+            parameter.grad = grad
+        for parameter, grad in new.items():
+            grad.mul_(self._share)
+            parameter.grad = held[parameter].add_(grad) if parameter in held else grad
+        return True
+
+    def take(self) -> dict[Tensor, Tensor]:
+        """Takes the gradient so far away, and returns it."""
+        self._unit = 0.0
+        return self._parameters.take_grads()
+
+    def restore_unused(self) -> None:
+        """Gives parameters that no replica used the gradient back that was put aside."""
+        for parameter, grad in (self.held or {}).items():
+            if parameter.grad is None:
+                parameter.grad = grad
+
+    def abandon(self) -> None:
+        """Removes a gradient of which a part is put aside."""
+        if self.held is not None:
+            self._parameters.clear_grads()

@@ -1,0 +1,98 @@
+"""Gradient statistics where they are cheap: squared norms of gradients that exist anyway.
+
+With several replicas, each replica's gradient is one micro-batch of the estimator, read from
+DDP's flat buckets just before and just after their reduction. On one replica that accumulates,
+the micro-gradients are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from resilin.compat.torch_names import norms_of_all
+from resilin.core.noise import NoiseSample, from_sums
+from resilin.engine import devices
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All real numbers of a gradient in one dimension, in a precision that can hold squares."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.reshape(-1).float() if tensor.dtype in _HALF else tensor.reshape(-1)
+
+
+def sqr_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Squared norm of each of these tensors, at least one, in float64."""
+    flat = [_flat(tensor.detach()) for tensor in tensors]
+    if devices.of(flat[0].device).batches_kernels:
+        # Two kernels for all of them; on the CPU a dot product each is several times faster.
+        return torch.stack([norm.double() for norm in norms_of_all(flat)]).square()
+    norms = [torch.dot(tensor, tensor) for tensor in flat]
+    if len({norm.dtype for norm in norms}) > 1:
+        norms = [norm.double() for norm in norms]
+    return torch.stack(norms).double()
+
+
+class GroupNorms:
+    """Squared norms of gradients, added up per parameter group of the optimizer."""
+
+    def __init__(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+        self.num_groups = len(optimizer.param_groups)
+        # Parameters that the optimizer does not have go to a group of their own, which is dropped.
+        self._group = {
+            parameter: index
+            for index, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        self.update(parameters)
+
+    def update(self, parameters: Iterable[Tensor]) -> None:
+        """Takes over which of the parameters are trained now."""
+        trained = [p for p in parameters if p.requires_grad]
+        self._one_group = self.num_groups == 1 and all(p in self._group for p in trained)
+
+    def of(
+        self, parameters: Sequence[Tensor], grads: Sequence[Tensor], flat: Tensor | None = None
+    ) -> Tensor:
+        """Squared norms per group, as a float64 tensor.
+
+        Args:
+            parameters: What the gradients belong to; those in no group are left out.
+            grads: Their gradients.
+            flat: All of the gradients as one tensor, if there is one: then it is read in one go.
+        """
+        if flat is not None and self._one_group:
+            return sqr_norms([flat])
+        if not grads:
+            return torch.zeros(self.num_groups, dtype=torch.float64)
+        norms = sqr_norms(grads)
+        if self._one_group:
+            return norms.sum().reshape(1)
+        groups = [self._group.get(parameter, self.num_groups) for parameter in parameters]
+        sums = norms.new_zeros(self.num_groups + 1)
+        return sums.index_add_(0, torch.tensor(groups, device=norms.device), norms)[:-1]
+
+
+def noise_samples(
+    weight: float, num: int, terms: Sequence[float], means: Sequence[float]
+) -> tuple[NoiseSample, ...] | None:
+    """Noise per parameter group; None if there is only one gradient."""
+    if num < 2:
+        return None
+    return tuple(
+        from_sums(
+            batch_size=weight,
+            num_micro_batches=num,
+            weighted_sqr_norm=term / weight,
+            mean_sqr_norm=mean,
+        )
+        for term, mean in zip(terms, means, strict=True)
+    )

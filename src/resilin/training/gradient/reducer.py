@@ -1,0 +1,180 @@
+"""`Reducer`: how the gradients of a step's micro-batches become the mean over all replicas.
+
+A reducer owns what is between `.grad` and the other replicas: the wrapper around the module and its
+hooks, the collectives, and the norms that it can measure on the way. The step (`step`) knows the
+weights, the ballot and the noise, and none of that. `reducer_choice` chooses the class.
+
+In one step, the calls of a replica are, in this order:
+
+    begin_step(step)
+    begin(); forward(call, last=False); end_micro_batch(trained=True)      per micro-batch
+    begin(); forward(call, last=True); finish(trained=True)                the last one
+    rescale(weight)                                                        all replicas agree
+
+A micro-batch may have no forward pass, or several. Where the loop leaves one out,
+`end_micro_batch` or `finish` come with `trained=False`: the collectives of the others have to be
+matched even then. A reducer calls `step.send(share, group)` exactly once in each step that ends
+in `finish`, at the moment that suits its own collectives, and at the latest there.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from resilin.compat.torch_names import ignored_by_ddp
+from resilin.training.gradient.norms import GroupNorms
+from resilin.training.gradient.open_step import OpenStep
+from resilin.training.gradient.parameters import Parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The module that is trained, as far as a reducer needs to know it."""
+
+    module: nn.Module
+    """The user's module."""
+    parameters: Parameters
+    """Its parameters, and which of them are trained now."""
+    norms: GroupNorms
+    """Squared norms per parameter group of the optimizer."""
+    options: Mapping[str, Any]
+    """Arguments of the user for DistributedDataParallel, or for what stands in its place."""
+
+
+class Reducer(Protocol):
+    """Makes `.grad` the mean gradient over all replicas that it is attached to."""
+
+    group: dist.ProcessGroup | None
+    """The replicas that it is attached to; None if there is only this one."""
+
+    @classmethod
+    def fits(cls, model: Model, group: dist.ProcessGroup | None) -> bool:
+        """Whether this class can reduce the gradient of this model in this group."""
+        ...
+
+    def attach(self, group: dist.ProcessGroup | None, *, source: int | None) -> None:
+        """Wraps the module for these replicas and the parameters that are trained now. Collective.
+
+        Args:
+            group: The replicas; None if there is only this one.
+            source: Replica whose parameters and buffers all replicas take over; None if they have
+                the same ones already.
+        """
+        ...
+
+    def detach(self) -> None:
+        """Takes the wrapper and its hooks off the module."""
+        ...
+
+    def begin_step(self, step: OpenStep) -> None:
+        """Takes the record of a new step, and forgets the one before; `.grad` stays as it is."""
+        ...
+
+    def begin(self) -> None:
+        """Prepares `.grad` for the micro-batch `step.part`."""
+        ...
+
+    def forward(self, call: Callable[[nn.Module], Any], *, last: bool) -> Any:
+        """Runs a forward pass.
+
+        Args:
+            call: Calls the module that it is given, wrapped or not, with the user's arguments.
+            last: Whether the replica's part of the step ends with this micro-batch.
+        """
+        ...
+
+    def end_micro_batch(self, *, trained: bool) -> bool:
+        """Takes in a micro-batch that is not the last one.
+
+        Args:
+            trained: Whether it had a backward pass.
+
+        Returns:
+            Whether `.grad` was changed.
+        """
+        ...
+
+    def finish(self, *, trained: bool) -> None:
+        """Ends this replica's part of the step: all collectives are under way or over.
+
+        Args:
+            trained: Whether the last micro-batch had a backward pass. If not, the replica takes
+                part with the micro-batches before it, or with zeros if `step.empty`.
+        """
+        ...
+
+    def rescale(self, weight: float) -> list[float] | None:
+        """Makes `.grad` the mean, given the weight of all micro-batches of all replicas.
+
+        Returns:
+            Squared norms of the mean per parameter group, the same bits on all replicas; None if
+            the step is not measured.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """Undoes a step that was not finished, as far as the wrapper and its hooks know of it."""
+        ...
+
+    @property
+    def shared(self) -> bool:
+        """Whether other replicas have a part of the step from this one already."""
+        ...
+
+
+def agree_on_source(model: Model, group: dist.ProcessGroup, *, joined: bool) -> int:
+    """Decides whose parameters all replicas of a new group take over. Collective.
+
+    A replica that was in the job before has the parameters of the job, one that has just come may
+    have anything, also if it is the first one of the new group.
+
+    Args:
+        model: The model of this replica.
+        group: The replicas.
+        joined: Whether this replica was in the job before.
+
+    Returns:
+        The first replica that was, or 0 if none was, as when a job starts.
+
+    Raises:
+        ValueError: Replicas have different models.
+    """
+    replica, num_replicas = dist.get_rank(group), dist.get_world_size(group)
+    shapes = [(tuple(p.shape), str(p.dtype)) for p in model.parameters.all]
+    checksum = zlib.crc32(repr(shapes).encode())
+    known = model.parameters.all
+    device = known[0].device if known else torch.device("cpu")
+    said = torch.tensor([replica if joined else num_replicas, checksum, -checksum], device=device)
+    dist.all_reduce(said, op=dist.ReduceOp.MIN, group=group)
+    first, lowest, highest = said.tolist()
+    if lowest != -highest:
+        raise ValueError(
+            f"replicas have different models: replica {replica} of {num_replicas} has "
+            f"{len(shapes)} parameters with the checksum {checksum:08x} of shapes and types, and "
+            f"checksums go from {lowest:08x} to {-highest:08x}; all replicas have to wrap the same "
+            "model"
+        )
+    return 0 if first == num_replicas else int(first)
+
+
+def copy_from(source: int, model: Model, group: dist.ProcessGroup) -> None:
+    """Gives all replicas the parameters and buffers of one of them. Collective.
+
+    Those that the user has told DDP to ignore stay as they are.
+    """
+    rank = dist.get_global_rank(group, source)
+    named = [*model.module.named_parameters(), *model.module.named_buffers()]
+    ignored = ignored_by_ddp(model.module)
+    for tensor in (t.detach() for name, t in named if t.numel() and name not in ignored):
+        dense = tensor.contiguous()
+        raw = torch.view_as_real(dense) if dense.is_complex() else dense
+        dist.broadcast(raw, rank, group=group)
+        if dense is not tensor:
+            tensor.copy_(dense)

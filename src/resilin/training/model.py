@@ -1,0 +1,262 @@
+"""`TrainedModel`: a model as its job knows it, from its gradient to the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from resilin.core.clock import Clock
+from resilin.core.plan import BatchPlan
+from resilin.core.rules import ScalingRule
+from resilin.training.ballot import Ballot
+from resilin.training.data.iteration import Iterations
+from resilin.training.gates.optimizer import Gate, ModuleGate, applied
+from resilin.training.gates.patch import Removable
+from resilin.training.gates.scaler import ScalerGate
+from resilin.training.gates.scheduler import ClockedScheduler, SchedulerGate
+from resilin.training.gradient.flow import StepFlow
+from resilin.training.gradient.records import Reduced
+from resilin.training.gradient.step import StepGradient
+from resilin.training.records import StepOutcome, StepSizes
+from resilin.training.scaling.factors import StepScaling
+
+
+class Ends(NamedTuple):
+    """The two ends of a step, given by the lifecycle of the job."""
+
+    make_step: Callable[[Callable[[], Any]], Any]
+    """Makes a step whose gradient is complete, with the optimizer's own method."""
+    commit_step: Callable[[StepOutcome], None]
+    """Ends a step with this outcome."""
+
+
+class TrainedModel:
+    """The parts that make steps of a model: gradient, scaling, gates.
+
+    It is the owner that the gates of optimizer, scaler and schedulers ask.
+
+    Args:
+        face: The `AdaptiveDataParallel` of the script.
+        optimizer: The user's optimizer.
+        scaling: Gain and factors of a step.
+        gradient: The gradient of a step.
+        flow: The calls of the user's loop.
+        ballot: What replicas agree on in a step.
+        iterations: The micro-batch that the loop works on.
+        ends: Functions that end a step.
+    """
+
+    def __init__(
+        self,
+        face: nn.Module,
+        optimizer: Optimizer,
+        *,
+        scaling: StepScaling,
+        gradient: StepGradient,
+        flow: StepFlow,
+        ballot: Ballot,
+        iterations: Iterations,
+        ends: Ends,
+    ) -> None:
+        self.face = face
+        self.optimizer = optimizer
+        self.scaling = scaling
+        self.gradient = gradient
+        self.flow = flow
+        self.scheduler: ClockedScheduler | None = None
+        """The scheduler that a clock steps, if there is one."""
+        self._ballot = ballot
+        self._iterations = iterations
+        self._ends = ends
+        self._failed = False
+        self._gate = Gate(optimizer, self)
+        self._gates: list[Removable] = [self._gate]
+        self._scaler: ScalerGate | None = None
+
+    # Gates ---------------------------------------------------------------------------------
+
+    @property
+    def schedulers(self) -> SchedulerGate:
+        """The gate of the optimizer's schedulers."""
+        return self._gate.schedulers
+
+    def gate(
+        self,
+        module: nn.Module,
+        scheduler: ClockedScheduler | None,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        """Make the module, the scheduler of a clock and the scaler wait, as the optimizer does."""
+        self.scheduler = scheduler
+        self._gate.schedulers.hand_to(scheduler)
+        self.add_gate(ModuleGate(module, self))
+        if scaler is not None:
+            self._scaler = ScalerGate(scaler, self.optimizer, self)
+            self.add_gate(self._scaler)
+
+    def add_gate(self, gate: Removable) -> None:
+        """Remove this gate together with the others, in `release`."""
+        self._gates.append(gate)
+
+    def release(self) -> None:
+        """Restore the methods of optimizer, schedulers, scaler and module."""
+        for gate in self._gates:
+            gate.remove()
+        self.gradient.release()
+
+    # Queries -------------------------------------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.face.training
+
+    @property
+    def trains(self) -> bool:
+        """Whether a forward pass that begins now is one of training."""
+        return self.face.training and torch.is_grad_enabled()
+
+    @property
+    def rule(self) -> ScalingRule:
+        """The scaling rule."""
+        return self.scaling.rule
+
+    def step_waits(self) -> bool:
+        """Asked by the gates: whether the optimizer must not step now."""
+        return self.flow.step_waits()
+
+    def step_pending(self) -> bool:
+        """Asked by the scaler's gate: whether a gradient is there that was not used yet."""
+        return self.gradient.step.pending
+
+    def step_failed(self) -> bool:
+        """Asked by the scaler's gate: whether the step failed, and is issued again."""
+        return self._failed
+
+    def gradient_waits(self) -> bool:
+        """Asked by the gates: whether `zero_grad` would destroy a part of the step."""
+        return self.flow.gradient_waits()
+
+    def schedule_waits(self) -> bool:
+        """Asked by the gate: whether the body works on a step that is incomplete, or not made."""
+        micro, result = self._iterations.micro_batch, self.gradient.step.result
+        if self._failed or (result is not None and result.skipped):
+            return True
+        return micro is not None and not micro.last
+
+    @contextmanager
+    def change_gradient(self) -> Iterator[bool]:
+        """Allows changes of `.grad` within this block, once the gradient of the step is complete.
+
+        Yields:
+            Whether it is. If not, more micro-batches follow, and `.grad` must not be changed.
+        """
+        with self.gradient.changing():
+            yield self.gradient.step.complete
+
+    # A step --------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """A step begins with its first forward pass."""
+        self._failed = False
+
+    def prepare(self) -> Reduced:
+        """Turns the complete gradient into gain and factors, once per step."""
+        if self.scaling.prepared is not None:
+            return self.scaling.prepared
+        reduced = self.gradient.conclude()
+        self.scaling.prepare(
+            reduced,
+            self._iterations.micro_batch,
+            measured=self.gradient.step.measure,
+            gradient_scale=1.0 if self._scaler is None else self._scaler.scale(),
+        )
+        return reduced
+
+    def make_step(self, own: Callable[[], Any]) -> Any:
+        """Asked by the gate: makes the step, with the optimizer's own method."""
+        return self._ends.make_step(own)
+
+    def step_optimizer(self, own: Callable[[], Any]) -> Any:
+        """Steps the optimizer, by the factors of the rule."""
+        with applied(self.optimizer, self.scaling.last.factors):
+            return own()
+
+    def skip_step(self) -> None:
+        """Called by the scaler's gate: the gradient was not finite."""
+        self._ends.commit_step(StepOutcome.SKIPPED)
+
+    def leave_step(self) -> None:
+        """Called when the loop, here or on another replica, has abandoned the step."""
+        self.gradient.step.leave()
+        self._ends.commit_step(StepOutcome.SKIPPED)
+
+    def advance(self, clock: Clock, plan: BatchPlan | None) -> tuple[Clock, StepSizes]:
+        """The clock after the step that was made, and its sizes.
+
+        Args:
+            clock: The clock before it.
+            plan: How it was split; None without a loader of resilin.
+        """
+        reduced, scaled = self.prepare(), self.scaling.last
+        micro, samples = self._iterations.micro_batch, reduced.samples
+        after = clock.advance(
+            samples=samples,
+            scale=scaled.scale,
+            gain=scaled.gain,
+            tokens=reduced.weight,
+            sample_steps=None if micro is None else micro.sample_steps * (samples / micro.samples),
+        )
+        return after, StepSizes(samples, 1 if plan is None else plan.steps)
+
+    def read_schedule(self) -> float:
+        """Reading of the clock that steps the scheduler, in reference steps; 0 without one."""
+        if self.scheduler is None:
+            return 0.0
+        return self.scaling.reference.read(self.scheduler.clock)
+
+    def advance_schedule(self, before: float) -> None:
+        """Steps the scheduler of a clock for the reference steps that a step has completed.
+
+        Args:
+            before: The reading before the step.
+        """
+        if self.scheduler is not None:
+            end = self.scaling.reference.schedule_end(before)
+            self.scheduler.advance(before, self.read_schedule(), end)
+
+    def end_step(self) -> None:
+        """Ends a step that was made or skipped: votes are counted, the next step may begin."""
+        self.flow.ended()
+        self.scaling.estimates.schedule.committed(measured=self.gradient.step.measure)
+        self._ballot.count()
+        self.gradient.end()
+        self.scaling.end()
+
+    def fail_step(self) -> None:
+        """Discard a step that failed, as if it had not begun; none of its votes counts."""
+        self.flow.ended()
+        self.flow.drop()
+        self.scaling.take_back()
+        self._failed = True
+
+    def drop_step(self) -> bool:
+        """Discard the current step, with its gradient.
+
+        Returns:
+            Whether it could: not if other replicas already have a part of it.
+        """
+        if self.gradient.shared:
+            return False
+        self.flow.drop()
+        self.scaling.end()
+        return True
+
+    def end_body(self) -> None:
+        """The loop body of a step is over, or that of one that was given up."""
+        self._gate.schedulers.settle(given_up=self.gradient.step.pending or self._failed)

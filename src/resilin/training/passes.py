@@ -1,0 +1,322 @@
+"""Passes of a loader over its data: from the cursor to the micro-batches of each step.
+
+Each step owns the positions `[cursor, cursor + B)` of the stream, and this replica fetches those
+of them that are its own, in micro-batches that fit. The cursor moves when the step is committed,
+and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from resilin.core.batches import Batches
+from resilin.core.clock import step_scale
+from resilin.core.membership import Membership
+from resilin.core.plan import BatchPlan
+from resilin.core.stream import Ownership
+from resilin.training.data.cursor import Cursor, FormerNames, LoaderName
+from resilin.training.data.fetching import Fetcher
+from resilin.training.data.iteration import Iteration
+from resilin.training.job import Job
+from resilin.training.lifecycle import begin_step, end_epoch, leave_out_pass, start
+from resilin.training.records import MicroBatch
+from resilin.training.sizing.batch_size import BatchSizes
+
+
+class Passes:
+    """The passes of one loader.
+
+    Args:
+        job: The job that the loader belongs to.
+        batches: Its data, by positions.
+        sizes: The next batch size and its split.
+        batch_weight: Gives the weight of a collated micro-batch; None weighs by samples.
+        dataset: The user's dataset.
+        dataloader_kwargs: The user's arguments of the DataLoader.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        batches: Batches,
+        sizes: BatchSizes,
+        batch_weight: Callable[[Any], Any] | None,
+        dataset: Any,
+        dataloader_kwargs: dict[str, Any],
+    ) -> None:
+        self._job = job
+        self._batches = batches
+        self._sizes = sizes
+        self._batch_weight = batch_weight
+        self._name: LoaderName = job.iterations.cursors.name(batches.stream.fingerprint)
+        self._joined: tuple[Membership, int] | None = None
+        self._latest: Iteration | None = None
+        self.cursor = Cursor(self._name.text, batches.stream)
+        """The position in the stream."""
+        self.iteration: Iteration | None = None
+        """The iteration over the loader that is under way, if any."""
+        self.fetcher = Fetcher(dataset, batches.stream, self._cut, dataloader_kwargs)
+        """Micro-batches that are fetched ahead."""
+        job.iterations.fetchers.add(self.fetcher)
+
+    @property
+    def by_progress(self) -> bool:
+        """Whether the rule of the model measures epochs by progress, and not by the data."""
+        trained = self._job.trained
+        return trained is not None and trained.rule.clock == "progress"
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of the current micro-batch that count."""
+        micro_batch = None if self.iteration is None else self.iteration.micro_batch
+        return 0 if micro_batch is None else micro_batch.count
+
+    @property
+    def plan(self) -> BatchPlan | None:
+        """The split of the current step; None before the first one."""
+        return None if self.iteration is None else self.iteration.plan
+
+    # A pass --------------------------------------------------------------------------------
+
+    def run(self, loader: object) -> Iterator[Any]:
+        """One pass: the micro-batches of one epoch, for the loop of the script.
+
+        Args:
+            loader: The loader that is iterated; only its identity is used.
+        """
+        job = self._job
+        training = job.trained is not None and job.trained.trains
+        if training and not self._begin(loader):
+            return
+        current = self._open(loader, training=training)
+        outer, self.iteration = self.iteration, current
+        if current.moves:
+            self._latest = current
+        try:
+            yield from self._epoch(current)
+        finally:
+            job.iterations.end(current)
+            if self.iteration is current:
+                self.iteration = None if outer is None or outer.closed else outer
+
+    def _begin(self, loader: object) -> bool:
+        """Begins a pass that trains; whether there is anything to do in it."""
+        job = self._job
+        start(job)
+        self.take_part()
+        job.timeline.epoch_is_new = False
+        for other in [each for each in job.iterations.training if each.loader is loader]:
+            # It was left without being closed: by an exception that somebody keeps, for example.
+            job.iterations.end(other)
+        passes = self.cursor.passes.begin(job.epoch, job.iterations.positions())
+        self.cursor.passes = passes
+        if passes.left_out:
+            leave_out_pass(job)
+        return not passes.left_out
+
+    def _open(self, loader: object, *, training: bool) -> Iteration:
+        job, batches, membership = self._job, self._batches, self._job.engine.membership
+        evaluates = job.trained is not None and not training
+        if evaluates:
+            # Apart from the cursor, and the same after a restart: it depends on the epoch alone.
+            position = job.epoch * batches.stream.num_samples
+            owners = Ownership(0, membership.num_replicas)
+        else:
+            position = self.cursor.position
+            self._join(membership)
+            owners = self.cursor.deal(membership)
+        self.fetcher.expect(position)
+        current = Iteration(
+            loader=loader,
+            name=self._name.text,
+            cursor=self.cursor,
+            measured_forward=lambda: self._sizes.memory.measured(self.samples),
+            training=training,
+            moves=not evaluates,
+            began=job.clock,
+            membership=membership,
+            owners=owners,
+            position=position,
+            # The epoch is that of the next batch: the cursor may stand before a dropped tail.
+            data_end=batches.epoch_end(position, self._sizes.now()),
+        )
+        if training:
+            until = None if self.by_progress else current.data_end
+            self.cursor.passes = replace(self.cursor.passes, until=until)
+        job.iterations.begin(current)
+        return current
+
+    def _epoch(self, current: Iteration) -> Iterator[Any]:
+        job = self._job
+        while not self.is_over(current, current.position):
+            membership = begin_step(job, current) if current.training else job.engine.membership
+            if current.moves and self._join(membership):
+                current.membership, current.owners = membership, self.cursor.deal(membership)
+                current.position = self.cursor.position
+            batch_size = self._sizes.now()
+            span = self._batches.span(current.position, batch_size)
+            yield from self._step(current, span, batch_size)
+            if current.closed:
+                raise RuntimeError(
+                    f"this iteration over {self._name.text!r} was asked for a batch after a later "
+                    "one over the same loader had begun: only one at a time can train"
+                )
+            if job.iterations.must_reissue(current):
+                continue
+            if current.training:
+                job.iterations.commit_zipped(current)
+            current.advance(span.stop)
+        if current.moves and self._goal(current) is None:
+            # After a tail that was dropped.
+            current.advance(max(current.position, current.data_end))
+        self._sizes.pause()
+        if current.training:
+            passes = self.cursor.passes
+            self.cursor.passes = passes.end(current.enclosing, job.iterations.positions())
+            end_epoch(job, current)
+
+    def is_over(self, current: Iteration, position: int) -> bool:
+        """Whether its epoch ends at this position: by progress if there is a goal, else by data."""
+        goal = self._goal(current)
+        if goal is not None:
+            return self._batches.reaches(self._job.clock.progress, goal)
+        if position >= current.data_end:
+            # No step follows: a batch size that is a function of the clock must not be asked.
+            return True
+        return self._batches.are_over(position, current.data_end, self._sizes.now())
+
+    def _goal(self, current: Iteration) -> int | None:
+        """Epochs of the reference run after which the epoch ends; None if its data say that."""
+        # A step that the model committed makes this the training loader; its rule says whether
+        # an epoch is measured by the data or by progress.
+        if self._job.clock.steps <= current.began.steps or not self.by_progress:
+            return None
+        return self._batches.epochs_of_progress(current.began.progress) + 1
+
+    # A step --------------------------------------------------------------------------------
+
+    def _step(self, current: Iteration, span: range, batch_size: int) -> Iterator[Any]:
+        job, sizing = self._job, self._sizes
+        training, self.iteration = current.training, current
+        if training:
+            job.timeline.reference = self._batches.reference
+            sizing.memory.agree()
+        plan = current.plan = sizing.plan(len(span), batch_size, training=training)
+        sizing.begin_step(plan, whole=training and len(span) == batch_size)
+        mine = current.owners.positions(current.membership.replica, span)
+        slot = current.owners.slot(current.membership.replica, span.start)
+        sizes = self._split(plan, batch_size).micro_batches(slot)
+        if not training:
+            # Only a step of training needs every replica in every micro-batch.
+            sizes = tuple(size for size in sizes if size)
+        common: dict[str, Any] = {
+            "samples": len(span),
+            "scale": step_scale(len(span), batch_size, self._batches.batch_size),
+            "sample_steps": self._batches.reference_steps(current.position, span.stop),
+        }
+        current.span = span
+        index, rest = 0, mine
+        while index < len(sizes):
+            count, last = sizes[index], index + 1 == len(sizes)
+            if count:
+                batch = self.fetcher.take(rest, sizes[index:], behind=span.stop)
+            else:
+                batch = self.fetcher.one(span.start)
+            rest = rest[count:]
+            self._hand_out(current, batch, count, index=index, last=last, **common)
+            yield batch
+            index += 1
+            if current.repeats_below is not None:
+                # This replica's part of the step, once more and in smaller pieces.
+                smaller = BatchPlan(len(mine), 1, max_local_bsz=max(1, current.repeats_below // 2))
+                sizes, current.repeats_below = smaller.micro_batches(0), None
+                index, rest = 0, mine
+        if job.trained is None:
+            sizing.count_step(**common)
+
+    def _hand_out(self, current: Iteration, batch: Any, count: int, **facts: Any) -> None:
+        weight, total = float(count), float(facts["samples"])
+        if self._batch_weight is not None:
+            weight = float(self._batch_weight(batch)) if count else 0.0
+        micro_batch = MicroBatch(
+            number=self._job.iterations.next_number(),
+            weight=weight,
+            total_weight=total if self._batch_weight is None else None,
+            count=count,
+            training=current.moves,
+            **facts,
+        )
+        self._job.iterations.hand_out(current, micro_batch)
+
+    def _cut(self, position: int) -> tuple[list[range], int]:
+        """A step at this position with the current sizes, and its end."""
+        batch_size = self._sizes.now()
+        span = self._batches.span(position, batch_size)
+        assert self.iteration is not None
+        owners, replica = self.iteration.owners, self.iteration.membership.replica
+        plan = self._sizes.plan(len(span), batch_size, training=self.iteration.training)
+        mine = owners.positions(replica, span)
+        sizes = self._split(plan, batch_size).micro_batches(owners.slot(replica, span.start))
+        ends = accumulate(sizes)
+        parts = [mine[end - size : end] for size, end in zip(sizes, ends, strict=True) if size]
+        return parts, span.stop
+
+    def _split(self, plan: BatchPlan, batch_size: int) -> BatchPlan:
+        """Splits a step of one replica in two if its noise is to be measured.
+
+        Losses that couple samples change with the split, so the reference batch is left whole
+        unless somebody needs its noise. No piece has one sample, unless the reference batch has.
+        """
+        job, reference = self._job, self._batches.batch_size
+        samples = plan.global_batch_size
+        pieces = samples // 2 >= min(2, reference)
+        alone = plan.replicas == 1 and plan.steps == 1 and samples > 1
+        training = self.iteration is not None and self.iteration.training
+        if alone and pieces and training and job.trained is not None:
+            scale = step_scale(samples, batch_size, reference)
+            estimates = job.trained.scaling.estimates
+            if estimates.due(autoscaled=job.autoscaler is not None, split_at=scale):
+                return BatchPlan(samples, 1, max_local_bsz=-(-plan.batch_size // 2))
+        return plan
+
+    # Membership and state ------------------------------------------------------------------
+
+    def take_part(self) -> None:
+        """Makes this the loader that trains: its state belongs to that of the job from now on."""
+        job, name, stream = self._job, self._name, self._batches.stream
+        cursors = job.iterations.cursors
+        former = FormerNames(name.text, stream, job.epoch, cursors)
+        self.cursor = cursors.get(name.text, stream, job.epoch)
+        self.cursor.epoch = job.epoch
+        job.registry.add(name.text, self.cursor, ages=False, former=former.cursor)
+        self.cursor.use(name, stream, job.epoch, made_within=name.made_within)
+        autoscaler = self._sizes.take_part(self.cursor, job.voters, made_within=name.made_within)
+        job.autoscaler = autoscaler
+        state = f"{name.text}/autoscale"
+        if autoscaler is None:
+            job.registry.remove(state)
+        else:
+            # The user may have set another one since the last epoch.
+            job.registry.release(state)
+            job.registry.add(state, autoscaler, ages=False, former=former.autoscaler)
+
+    def commit(self) -> None:
+        """Moves the cursor past the step that was handed out last."""
+        if self._latest is not None:
+            self._latest.advance(self._latest.span.stop)
+
+    def _join(self, membership: Membership) -> bool:
+        """Drops what was fetched ahead, if the replicas have changed or the cursor was restored.
+
+        Returns:
+            Whether they have: then positions have to be dealt out, from the committed cursor on.
+        """
+        present = (membership, self.cursor.num_loads)
+        if self._joined == present:
+            return False
+        self._joined = present
+        self.fetcher.begin(self.cursor.position)
+        return True

@@ -1,0 +1,1 @@
+"""Report: the events and numbers that a job reports."""

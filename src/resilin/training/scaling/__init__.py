@@ -1,0 +1,1 @@
+"""Scaling: the complete gradient of a step in, gain and factors for the optimizer out."""

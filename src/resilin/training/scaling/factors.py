@@ -1,0 +1,148 @@
+"""`StepScaling`: changes to the optimizer for the batch size of a step.
+
+The noise of the gradient and the scale of the step give its gain; the scaling rule turns both into
+factors for the optimizer. They are made once per step, from its complete gradient, and taken back
+if the step fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from resilin.core.noise import Noise, gain
+from resilin.core.rules import Factors, ScalingRule, group_factors, total_noise
+from resilin.training.gradient.records import Reduced
+from resilin.training.records import MicroBatch
+from resilin.training.scaling.estimates import NoiseEstimates
+from resilin.training.scaling.reference import ReferenceBatch
+from resilin.training.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Scale, gain and factors of one step."""
+
+    scale: float = 1.0
+    """Global batch over reference batch."""
+    gain: float = 1.0
+    """Worth of the step in reference steps."""
+    factors: tuple[Factors, ...] = ()
+    """Factors of the rule for each parameter group."""
+
+
+class StepScaling:
+    """Gain and factors of one step after another.
+
+    Args:
+        rule: The scaling rule.
+        estimates: Averages of the measured noise.
+        reference: The batch that the learning rate was tuned for.
+        timeline: The clock of the job.
+        num_groups: Parameter groups of the optimizer.
+    """
+
+    def __init__(
+        self,
+        rule: ScalingRule,
+        estimates: NoiseEstimates,
+        reference: ReferenceBatch,
+        timeline: Timeline,
+        num_groups: int,
+    ) -> None:
+        self.rule = rule
+        self.estimates = estimates
+        self.reference = reference
+        self.last = Scaled(factors=(Factors(),) * num_groups)
+        """The step that is being made, or else the last one."""
+        self._timeline = timeline
+        self.prepared: Reduced | None = None
+        """The gradient that `last` was made from; None once its step is over."""
+        self._before = self.last, estimates.mark()
+
+    # Measurements --------------------------------------------------------------------------
+
+    @property
+    def group_noise(self) -> list[Noise | None]:
+        """Noise of each parameter group's gradient."""
+        return self.estimates.group_noise
+
+    @property
+    def noise(self) -> Noise | None:
+        """Noise of the whole model's gradient; None until it was measured."""
+        return total_noise(self.group_noise)
+
+    @property
+    def sample_noise(self) -> Noise | None:
+        """The noise per sample, also if batches are weighted by something else."""
+        noise = self.noise
+        if noise is None:
+            return None
+        return replace(noise, trace=noise.trace / self.reference.per_sample())
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers of the last step, by the names of their curves."""
+        last, noise = self.last, self.sample_noise
+        values = {"gain": last.gain, "scale": last.scale, "lr_factor": last.factors[0].lr}
+        if noise is not None:
+            values.update(sqr_norm=noise.sqr_norm, trace=noise.trace)
+        return values
+
+    def predict_gain(self, scale: float) -> float:
+        """The gain that a step at this scale would have now."""
+        reference = self.reference.weight(self.reference.per_sample())
+        return gain(self.noise, scale * reference, reference)
+
+    # One step ------------------------------------------------------------------------------
+
+    def prepare(
+        self, reduced: Reduced, micro: MicroBatch | None, *, measured: bool, gradient_scale: float
+    ) -> None:
+        """Turns a complete gradient into gain and factors; once per step.
+
+        Args:
+            reduced: The result of the reduction.
+            micro: The last micro-batch of the step; None if it came from another loader.
+            measured: Whether the noise was measured in it.
+            gradient_scale: Factor on all gradients, such as that of a GradScaler.
+        """
+        self.prepared = reduced
+        self._before = self.last, self.estimates.mark()
+        samples = reduced.samples
+        scale = samples / self.reference.weight(1.0)
+        if micro is not None:
+            # Less where the loop has left micro-batches out.
+            scale = micro.scale * (samples / micro.samples)
+        reference = self.reference.weight(reduced.weight / samples)
+        self.estimates.take_in(
+            reduced.noise,
+            weight=reduced.weight,
+            # The loss scale multiplies gradients; it must not reach the noise.
+            gradient_scale=gradient_scale,
+            reference=reference,
+            total_steps=self._timeline.total_steps,
+        )
+        noise = self.group_noise
+        self.last = Scaled(
+            scale=scale,
+            gain=gain(total_noise(noise), scale * reference, reference),
+            factors=group_factors(
+                self.rule,
+                batch_size=scale * reference,
+                reference=reference,
+                noise=noise,
+                elapsed=self.reference.read(self.rule.clock),
+            ),
+        )
+        if measured:
+            self.estimates.schedule.observe(reduced.cost)
+
+    def end(self) -> None:
+        """End the step: the next one is prepared again."""
+        self.prepared = None
+
+    def take_back(self) -> None:
+        """Undo `prepare` for a step that failed."""
+        if self.prepared is not None:
+            self.last, mark = self._before
+            self.estimates.go_back(mark)
+        self.prepared = None

@@ -1,0 +1,1 @@
+"""Script: the functions and classes that a training script calls."""

@@ -1,0 +1,159 @@
+"""`Accumulator`: sums over all replicas, for metrics."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from resilin.engine.collectives import Collectives
+from resilin.training.job import current_job
+from resilin.training.state.snapshot import join, split
+
+
+class _Term:
+    """The value of `stats[key]` outside `synchronized()`: it can only be added to."""
+
+    def __init__(self, value: float, key: Any) -> None:
+        self._value = value
+        self._key = key
+
+    def __add__(self, other: Any) -> Any:
+        return self._refuse()
+
+    def __sub__(self, other: Any) -> Any:
+        return self._refuse()
+
+    def __iadd__(self, other: Any) -> _Term:
+        return _Term(self._value + _number(other), self._key)
+
+    def __isub__(self, other: Any) -> _Term:
+        return _Term(self._value - _number(other), self._key)
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(
+            f"stats[{self._key!r}] is a part of a sum: other replicas have the rest. Read it "
+            "within `with stats.synchronized():`, on all replicas"
+        )
+
+    __radd__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
+    __float__ = __int__ = __bool__ = __format__ = __repr__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _same_everywhere(peers: Collectives, text: str) -> bool:
+    """Whether all replicas hold the same text; decided by all of them alike."""
+    digest = float(zlib.crc32(text.encode()))
+    extremes = torch.tensor([digest, -digest], dtype=torch.float64)
+    peers.reduce(extremes, "max")
+    highest, lowest = extremes.tolist()
+    return bool(highest == -lowest)
+
+
+def _number(value: Any) -> float:
+    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+
+
+class Accumulator(MutableMapping[Any, Any]):
+    """A dict of sums that are added to on each replica and read over all of them.
+
+    Values start at 0. Outside `synchronized()` a value can only be added to (`+=`, `-=`, `update`)
+    or set (`=`, on this replica); within it, all values are sums over all replicas.
+
+    Examples:
+        >>> stats = Accumulator()
+        >>> stats["correct"] += 3
+        >>> with stats.synchronized():
+        ...     stats["correct"]
+        3.0
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[Any, float] = {}
+        self._total: dict[Any, float] | None = None
+        job = current_job()
+        # One created in the middle of an epoch is created there again, and starts from zero.
+        if job.recovery is None or job.timeline.epoch_is_new:
+            when = "start" if job.recovery is None else f"epoch {job.epoch}"
+            job.registry.add_summed(when, self, first_replica=job.engine.membership.is_first)
+
+    def __getitem__(self, key: Any) -> Any:
+        if self._total is not None:
+            return self._total[key]
+        return _Term(self._sums.get(key, 0.0), key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self._total is not None:
+            raise RuntimeError(
+                f"stats[{key!r}] cannot be changed within synchronized(): it holds the sum over "
+                "all replicas"
+            )
+        self._sums[key] = value._value if isinstance(value, _Term) else _number(value)
+
+    def __delitem__(self, key: Any) -> None:
+        if self._total is None:
+            del self._sums[key]
+            return
+        del self._total[key]
+        # Only others may have added to it.
+        self._sums.pop(key, None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._sums if self._total is None else self._total)
+
+    def __len__(self) -> int:
+        return len(self._sums if self._total is None else self._total)
+
+    def __repr__(self) -> str:
+        if self._total is None:
+            return f"Accumulator({list(self._sums)}, not synchronized)"
+        return f"Accumulator({self._total})"
+
+    def update(self, other: Any = (), /, **more: Any) -> None:
+        """Adds each value to the sum of its key."""
+        for key, value in {**dict(other), **more}.items():
+            self[key] += value
+
+    def subtract(self, other: Mapping[Any, Any]) -> None:
+        """Subtract each value from the sum of its key."""
+        for key, value in other.items():
+            self[key] -= value
+
+    @contextmanager
+    def synchronized(self) -> Iterator[Accumulator]:
+        """Sums over all replicas, all keys at once; within the block values can be read.
+
+        All replicas must enter it. They may have different keys, at a higher cost.
+        """
+        self._total = self._reduce()
+        try:
+            yield self
+        finally:
+            self._total = None
+
+    def _reduce(self) -> dict[Any, float]:
+        peers = current_job().engine.collectives()
+        if peers.num == 1:
+            return dict(self._sums)
+        keys = sorted(self._sums, key=repr)
+        if _same_everywhere(peers, repr(keys)):
+            values = torch.tensor([self._sums[key] for key in keys], dtype=torch.float64)
+            peers.reduce(values)
+            return dict(zip(keys, values.tolist(), strict=True))
+        total: dict[Any, float] = {}
+        for tree in peers.gather(split("Accumulator", self._sums)[0]):
+            for key, value in join(tree, {}).items():
+                total[key] = total.get(key, 0.0) + value
+        return total
+
+    def state_dict(self) -> dict[str, Any]:
+        """This replica's sums."""
+        return {"sums": dict(self._sums)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self._sums = dict(state["sums"])

@@ -1,0 +1,114 @@
+"""The script's interface to state: where to save it, what else has state, and when to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Literal
+
+from resilin.core import _validate
+from resilin.engine import overrides
+from resilin.training.job import current_job
+from resilin.training.lifecycle import start
+from resilin.training.state.registry import Stateful
+from resilin.training.state.settings import StateSettings
+from resilin.training.state.snapshot import Version
+
+
+def checkpoint_to(
+    directory: str | os.PathLike[str] | None,
+    *,
+    every: int | timedelta | None = timedelta(minutes=10),
+    keep: int = 3,
+    keep_every: int | None = None,
+    memory_every: int | Literal["auto"] | None = "auto",
+) -> None:
+    """Set where and how often the job saves its state. Call it before the loop over epochs.
+
+    When the job starts, it resumes from the latest state that exists. Besides these checkpoints, a
+    job under torchrun copies its state into the memory of its hosts, and resumes from there when a
+    worker was lost but not its host. Without this call the directory is `RESILIN_CHECKPOINT_DIR`,
+    which `resilin run --checkpoint-dir` sets.
+
+    Args:
+        directory: A path or an fsspec URL (`s3://...`) that all replicas can reach; None writes no
+            checkpoints.
+        every: Steps, or time, between two checkpoints, which are written while training continues;
+            None saves only when the job is asked to stop, or has finished.
+        keep: Number of latest checkpoints to keep.
+        keep_every: Also keep one checkpoint for every this many steps.
+        memory_every: Steps between two copies in memory; a lost worker costs at most that many.
+            `auto` chooses so that copies take at most 5% of the time: every step if a step takes 20
+            times as long as a copy, else fewer, so that a lost worker costs at most the time of 20
+            copies. None makes none.
+
+    Raises:
+        ValueError: A setting is out of range, or the job has started.
+    """
+    job = current_job()
+    if job.recovery is not None:
+        raise ValueError(
+            "checkpoint_to() was called after the job had started: call it before "
+            "remaining_epochs_until() and before the first step"
+        )
+    job.state_settings = StateSettings(
+        checkpoint_dir=overrides.checkpoint_dir(
+            None if directory is None else os.fspath(directory)
+        ),
+        checkpoint_every=every,
+        keep=keep,
+        keep_every=keep_every,
+        memory_every=memory_every,
+    )
+
+
+def register(name: str, thing: Stateful) -> None:
+    """Save and restore an object of your own with the job.
+
+    Model, optimizer, scheduler, scaler, loader, Accumulators and clocks are registered already.
+    The state is captured between two steps, and must be the same on all replicas.
+
+    Args:
+        name: Its name in checkpoints.
+        thing: An object with `state_dict()` and `load_state_dict()`. Its state consists of numbers,
+            strings, tensors, numpy arrays, and containers of them. If the job resumes from a state
+            with this name, it is loaded: when the job starts, or now if it has started.
+
+    Raises:
+        ValueError: The name is taken, or the object lacks one of the two methods.
+    """
+    current_job().registry.add(name, thing)
+
+
+def resume() -> Version | None:
+    """Start the job now: restore the latest state that exists.
+
+    The loop over epochs does this automatically. Call it earlier to see what was restored, or
+    without such a loop.
+
+    Returns:
+        The state that the job resumed from, as generation and step; None for a new job.
+    """
+    return start(current_job()).resumed
+
+
+def stop_when(condition: Callable[[], bool], every: timedelta = timedelta(seconds=5)) -> None:
+    """Poll a function, in a thread, to learn whether this machine is about to be taken away.
+
+    When it returns True, all replicas finish the step, save, and exit; those on other machines are
+    restarted without this one. SIGTERM and SIGUSR1 do the same without any function.
+
+    Args:
+        condition: Returns True when the job has to leave this machine, for example from a cloud's
+            metadata service. An exception is logged, and it is called again later.
+        every: Time between two calls.
+    """
+    if not isinstance(every, timedelta):
+        raise ValueError(f"every ({every!r}) must be a timedelta")
+    seconds = _validate.real("every", every.total_seconds(), above=0)
+    if not callable(condition):
+        raise ValueError(f"condition ({condition!r}) must be a function")
+    logging.getLogger("resilin").debug("asking %r every %g s", condition, seconds)
+    current_job().engine.stop.poll(condition, seconds)

@@ -1,0 +1,1 @@
+"""Sizing: the next batch size, and the largest micro-batch that fits."""

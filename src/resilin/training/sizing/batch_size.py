@@ -1,0 +1,249 @@
+"""The next global batch size of a loader and its split."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from resilin.core import _validate
+from resilin.core.clock import Clock, Reference, Schedule
+from resilin.core.plan import BatchBounds, BatchPlan
+from resilin.core.trace import BatchTrace
+from resilin.engine import overrides
+from resilin.training.ballot import Voter
+from resilin.training.sizing.autoscale import Autoscaler
+from resilin.training.sizing.context import KeptSizes, SizingContext
+from resilin.training.sizing.memory_limit import LocalLimit, SharedLimit
+
+logger = logging.getLogger("resilin")
+
+BatchSize = int | Schedule[int] | BatchTrace | Callable[[Clock], int]
+"""A global batch size, or a schedule, a trace, or a function of the clock that it follows."""
+
+
+def _described(batch_size: BatchSize) -> str:
+    if isinstance(batch_size, Schedule | BatchTrace):
+        return f"a {type(batch_size).__name__}"
+    return "a function of the clock"
+
+
+class BatchSizes:
+    """The batch sizes of one loader: set by the user, or chosen by an autoscaler.
+
+    Args:
+        context: What it reads of the job.
+        reference: The reference run of the loader.
+        max_local_bsz: Most samples in a micro-batch; None sets no limit.
+        limit: What fits into the memory of this replica, if that is watched.
+    """
+
+    def __init__(
+        self,
+        context: SizingContext,
+        reference: Reference,
+        max_local_bsz: int | None = None,
+        limit: LocalLimit | None = None,
+    ) -> None:
+        self._context = context
+        self.memory = SharedLimit(context.engine, limit)
+        """The largest micro-batch that fits into memory, on all replicas."""
+        self._reference = reference
+        self._max_local_bsz = max_local_bsz
+        self._bounds = self._within(BatchBounds())
+        self._wanted: BatchSize = reference.batch_size
+        self._in_loop: int | str | None = None
+        self._kept: KeptSizes | None = None
+        self._own_clock = Clock()
+        self._replayed: BatchTrace | None = None
+        self._voted: Autoscaler | None = None
+        self.autoscaler: Autoscaler | None = None
+        """The autoscaler, if the batch size is chosen automatically."""
+
+    def set(self, batch_size: BatchSize) -> None:
+        """The user chooses."""
+        if not (isinstance(batch_size, Schedule | BatchTrace) or callable(batch_size)):
+            batch_size = _validate.whole("batch_size", batch_size, at_least=1)
+        if self._replayed is not None:
+            logger.debug("a trace is being replayed: the batch size %s waits", batch_size)
+        self._wanted = batch_size
+        self.autoscaler = None
+        self._note(batch_size if isinstance(batch_size, int) else _described(batch_size))
+
+    def autoscale(self, bounds: BatchBounds) -> None:
+        """The autoscaler chooses, within these bounds and those of the loader."""
+        batch_size = self._reference.batch_size
+        bounds = self._within(bounds)
+        if bounds.max_batch_size is not None and bounds.max_batch_size < batch_size:
+            raise ValueError(
+                f"max_batch_size ({bounds.max_batch_size}) must be at least batch_size "
+                f"({batch_size})"
+            )
+        self.autoscaler = None
+        self._bounds = bounds
+        if self._replayed is None:
+            self.autoscaler = Autoscaler(self._context, batch_size, bounds, self.memory)
+        self._note("autoscale_batch_size()")
+
+    def _note(self, chosen: int | str) -> None:
+        """Make a choice of the running loop part of the state.
+
+        A script sets its initial choice again after a restart. Its loop may not repeat a later one,
+        such as in `if epoch == 5`.
+        """
+        if self._context.has_started():
+            self._in_loop = chosen
+            if self._kept is not None:
+                self._kept.chosen = chosen
+
+    def _take_over(self, kept: KeptSizes, *, made_within: bool) -> None:
+        """Sets what the loop had set before a restart, unless it has set something since.
+
+        Args:
+            kept: What survives of the loader's batch sizes.
+            made_within: Whether the loader was made within an epoch: it begins as it was made.
+
+        Raises:
+            RuntimeError: The choice cannot be saved, and the loop has not repeated it.
+        """
+        self._kept = kept
+        if self._in_loop is not None or made_within:
+            kept.chosen = self._in_loop
+        elif isinstance(kept.chosen, int):
+            if kept.chosen != self._wanted:
+                logger.info("the batch size is %d again, as the loop had set it", kept.chosen)
+            self._in_loop = self._wanted = kept.chosen
+            self.autoscaler = None
+        elif kept.chosen is not None and self._replayed is None:
+            raise RuntimeError(
+                f"the loop had set the batch size to {kept.chosen} after the job had started, "
+                "and has not set it again since the job was resumed. Only a number can be saved: "
+                "set anything else before the loop over epochs, or at the beginning of every epoch"
+            )
+
+    def _within(self, bounds: BatchBounds) -> BatchBounds:
+        """The bounds with micro-batches of at most the loader's `max_local_bsz`."""
+        if self._max_local_bsz is None:
+            return bounds
+        lower, upper = bounds.local_bsz_bounds or (0, self._max_local_bsz)
+        if lower > self._max_local_bsz:
+            raise ValueError(
+                f"lower bound of local_bsz_bounds ({lower}) must be at most max_local_bsz "
+                f"({self._max_local_bsz})"
+            )
+        return replace(bounds, local_bsz_bounds=(lower, min(upper, self._max_local_bsz)))
+
+    def take_part(
+        self, kept: KeptSizes, voters: list[Voter], *, made_within: bool
+    ) -> Autoscaler | None:
+        """The loader trains: it votes in the ballots from now on.
+
+        A trace that is being replayed overrides the script's choice.
+
+        Args:
+            kept: What survives of the loader's batch sizes. A new loader in its place continues
+                with what the autoscaler of the one before it has learned.
+            voters: Members of the ballots.
+            made_within: Whether the loader was made within an epoch.
+
+        Returns:
+            The autoscaler, if one chooses the batch sizes: it has state.
+        """
+        if self._replayed is None and (trace := overrides.batch_trace()) is not None:
+            self._context.events.replays = overrides.trace_source()
+            logger.info("the batch size follows %s, not the script", self._context.events.replays)
+            self._replayed = trace
+            self.autoscaler = None
+        self._take_over(kept, made_within=made_within)
+        previous, kept.sizes = kept.sizes, self
+        if isinstance(previous, BatchSizes) and previous is not self and previous in voters:
+            voters.remove(previous)
+            before, now = previous.autoscaler, self.autoscaler
+            if before is not None and now is not None and before.settings == now.settings:
+                now.load_state_dict(before.state_dict())
+        if self not in voters:
+            voters.append(self)
+        return self.autoscaler
+
+    # The ballot ----------------------------------------------------------------------------
+
+    def votes(self) -> tuple[float, ...]:
+        """Whether another micro-batch fits into memory than before; votes of the autoscaler."""
+        self._voted = self.autoscaler
+        chosen = () if self._voted is None else self._voted.votes()
+        return (self.memory.vote(), *chosen)
+
+    def counted(self, votes: tuple[float, ...]) -> None:
+        """Takes up the sums of all replicas."""
+        self.memory.counted(votes[0])
+        if self._voted is not None and self._voted is self.autoscaler:
+            self._voted.counted(votes[1:])
+
+    # The next step -------------------------------------------------------------------------
+
+    def now(self) -> int:
+        """The global batch size of the next step."""
+        if self.autoscaler is not None:
+            return self.autoscaler.batch_size
+        wanted, clock = self._replayed or self._wanted, self._clock()
+        if isinstance(wanted, int):
+            size = wanted
+        elif isinstance(wanted, BatchTrace):
+            size = wanted.at(clock.steps)
+        elif isinstance(wanted, Schedule):
+            size = wanted.now(clock, self._with_tokens())
+        else:
+            size = wanted(clock)
+        return _validate.whole("the batch size", size, at_least=1)
+
+    def _with_tokens(self) -> Reference:
+        # Only the model is told how many tokens a reference step has.
+        tokens = self._context.tokens_per_step()
+        return (
+            self._reference if tokens is None else replace(self._reference, tokens_per_step=tokens)
+        )
+
+    def _clock(self) -> Clock:
+        # Without a model nobody commits steps, and the loader counts its own.
+        return self._context.timeline.clock if self._context.has_model() else self._own_clock
+
+    def count_step(self, *, samples: int, scale: float, sample_steps: float) -> None:
+        """A step is over, and there is no model that would count it."""
+        self._own_clock = self._own_clock.advance(
+            samples=samples, scale=scale, gain=min(1.0, scale), sample_steps=sample_steps
+        )
+
+    def plan(self, samples: int, batch_size: int, *, training: bool = True) -> BatchPlan:
+        """The split of a step, over the present replicas.
+
+        Args:
+            samples: Samples in the step.
+            batch_size: The global batch size; the remainder of an epoch has fewer samples.
+            training: Whether the step trains: memory limits its micro-batches then.
+        """
+        replicas = self._context.engine.membership.num_replicas
+        if samples == batch_size and self._replayed is None:
+            plan = self._bounds.plan(samples, replicas)
+        else:
+            # The remainder of an epoch is what it is, and so is what a trace says: no smallest
+            # size and no global limit apply. What does not fit at once is accumulated.
+            upper = self._bounds.local_bsz_bounds[1] if self._bounds.local_bsz_bounds else None
+            plan = BatchPlan(samples, replicas, max_local_bsz=upper)
+        fits = self.memory.limit if training else None
+        if fits is None or plan.batch_size <= fits:
+            return plan
+        return BatchPlan(samples, replicas, max_local_bsz=fits)
+
+    def begin_step(self, plan: BatchPlan, *, whole: bool) -> None:
+        """A step begins; one that is not whole says little about how long steps take."""
+        if self.autoscaler is None:
+            return
+        if whole:
+            self.autoscaler.begin_step(plan)
+        else:
+            self.autoscaler.pause()
+
+    def pause(self) -> None:
+        """An epoch is over: the time until the next step is not part of a step."""
+        if self.autoscaler is not None:
+            self.autoscaler.pause()

@@ -1,0 +1,1 @@
+"""State: what survives a restart, and how it is restored."""

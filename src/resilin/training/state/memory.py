@@ -1,0 +1,334 @@
+"""The memory copy: the latest state of the job in this host's shared memory.
+
+After each step the replicas of a host copy the state into files in memory, which outlive them. A
+restarted process on the host finds the last completed step there; a host without a copy gets it
+from one that has it. Each replica writes only its share, and that of its neighbour, so a host loses
+nothing if any one of its replicas dies at any moment. Two files per share are written alternately,
+and are marked complete last of all.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from resilin.core.recovery import complete_copies, next_buffer, shares_written
+from resilin.engine.processes import process_gone
+from resilin.training.state.memory_file import (
+    FileWriter,
+    Found,
+    Writer,
+    file_name,
+    generation_of,
+    read_meta,
+    read_pieces,
+)
+from resilin.training.state.placement import Piece, Placement, Split
+from resilin.training.state.replica_parts import OwnState
+from resilin.training.state.shards import (
+    Held,
+    Shard,
+    Sharded,
+    own_pieces,
+    shares,
+    split_shapes,
+    whole_pieces,
+)
+from resilin.training.state.snapshot import Json, Snapshot, Version, names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Placement of a process among those that share its host's memory."""
+
+    host: int
+    """Number of the host, or of the agent on it."""
+    local_process: int
+    """Number of the process on its host, from 0."""
+    num_local_processes: int
+    """Number of processes on the host."""
+    process: int
+    """Number of the process in the job."""
+
+
+class MemoryCopies:
+    """Writes and reads the copies of one job in one directory.
+
+    Args:
+        directory: A directory in memory, for this job alone; created if missing.
+
+    Raises:
+        ValueError: The directory belongs to another user, who could forge its contents.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        for missing in reversed([d for d in directory.parents if not d.exists()]):
+            missing.mkdir(mode=0o700, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        parent = directory.parent.stat()
+        replaceable = parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX
+        if parent.st_uid not in (0, os.getuid()) or replaceable:
+            raise ValueError(
+                f"{directory.parent} must belong to user {os.getuid()} or root and be writable by "
+                f"no other, who could replace {directory.name}; it belongs to {parent.st_uid} and "
+                f"has mode {parent.st_mode & 0o1777:o}"
+            )
+        status = directory.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise ValueError(
+                f"{directory} must belong to user {os.getuid()} and be writable by no other; it "
+                f"belongs to {status.st_uid} and has mode {status.st_mode & 0o777:o}"
+            )
+        self.directory = directory
+        self._writers: dict[tuple[int, int], FileWriter] = {}
+        self._turn = 0
+        self._writer_process = Writer.here()
+
+    # Writing -------------------------------------------------------------------------------
+
+    def keep(
+        self,
+        snapshot: Snapshot,
+        sums: Mapping[str, Json],
+        place: Place,
+        own: OwnState | None = None,
+        *,
+        previous: Version | None = None,
+        again: bool = False,
+    ) -> None:
+        """Copies this replica's part of the state; complete when it returns.
+
+        Args:
+            snapshot: The state, the same on all replicas.
+            sums: This replica's part of what is summed over the replicas.
+            place: Placement of this replica. All replicas of the host must keep the same steps.
+            own: State that only this replica has.
+            previous: The previous copy, or the state that the job resumed from.
+            again: Whether to overwrite the last copy, because an earlier state is available.
+
+        Raises:
+            OSError: There is no room for it. The previous copy is untouched.
+            RuntimeError: A process of another job writes to the same file.
+        """
+        before = self._turn
+        self._turn = next_buffer(before, again=again)
+        try:
+            self._keep(snapshot, sums, place, own, previous)
+        except BaseException:
+            # Otherwise the next one would overwrite the last complete one.
+            self._turn = before
+            raise
+
+    def _keep(
+        self,
+        snapshot: Snapshot,
+        sums: Mapping[str, Json],
+        place: Place,
+        own: OwnState | None,
+        previous: Version | None,
+    ) -> None:
+        num = place.num_local_processes
+        dealt = shares(snapshot.tensors, num)
+        for share in shares_written(place.local_process, num):
+            meta: dict[str, Any] = {
+                "share": share,
+                "num_shares": num,
+                "host": place.host,
+                "branch": snapshot.version.branch,
+                "writer": self._writer_process,
+                "previous": None if previous is None else astuple(previous),
+            }
+            if share == 0:
+                meta["tree"] = snapshot.tree
+                meta["split"] = split_shapes(snapshot.tensors)
+            pieces = whole_pieces(snapshot.tensors, dealt[share])
+            if share == place.local_process:
+                meta["sums"] = {"replica": place.process, "of": sums}
+                pieces.update(own_pieces(snapshot.tensors))
+                if own is not None and own.tree:
+                    meta["own"] = own.tree
+                    pieces.update(whole_pieces(own.tensors, own.tensors))
+            self._writer(snapshot.version, share, place).write(snapshot.version, pieces, meta)
+
+    def _writer(self, version: Version, share: int, place: Place) -> FileWriter:
+        key = (share, self._turn)
+        name = file_name(version.generation, place.host, place.local_process, share, self._turn)
+        writer = self._writers.get(key)
+        if writer is None or writer.path.name != name:
+            if writer is not None:
+                writer.close()
+            writer = self._writers[key] = FileWriter(self.directory / name)
+        return writer
+
+    # Reading -------------------------------------------------------------------------------
+
+    def versions(self) -> list[Version]:
+        """The complete states in this directory, latest first."""
+        return sorted(self._complete(), reverse=True)
+
+    def _complete(self) -> dict[Version, list[Found]]:
+        return complete_copies(self._files())
+
+    def _files(self) -> Iterator[Found]:
+        for path in sorted(self.directory.iterdir()):
+            file = read_meta(path)
+            if file is not None:
+                yield file
+
+    def read(self, version: Version) -> Snapshot:
+        """Reads a state that is here completely; of split tensors, the pieces that are here.
+
+        Raises:
+            LookupError: It is not, or not any more.
+        """
+        files = self._complete().get(version)
+        if files is None:
+            raise LookupError(f"{self.directory} has no complete copy of {version}")
+        tree: dict[str, Json] | None = None
+        tensors: dict[str, Held] = {}
+        for file in files:
+            tree = file.meta.get("tree", tree)
+            own = set(names(file.meta.get("own")))
+            whole = {p for p, _ in file.placements() if p[1] is None and p[0] not in own}
+            found = _read(file, whole.__contains__)
+            tensors.update((name, tensor) for (name, _), tensor in found.items())
+        for file in self._files():
+            if file.version == version and file.host == files[0].host:
+                _add_shards(tensors, file)
+        assert tree is not None, "share 0 has the tree"
+        return Snapshot(version, tree, tensors)
+
+    def split(self, version: Version) -> dict[str, Split]:
+        """The split tensors of a state that is here completely, with the pieces that are here."""
+        files = [file for file in self._files() if file.version == version]
+        shapes: dict[str, list[int]] = {}
+        for file in files:
+            shapes.update(file.meta.get("split", {}))
+        found: dict[str, list[Placement]] = {name: [] for name in shapes}
+        for file in files:
+            for (name, placement), _ in file.placements():
+                if placement is not None:
+                    found[name].append(placement)
+        return {name: Split(tuple(shapes[name]), tuple(held)) for name, held in found.items()}
+
+    def num_replicas(self, version: Version) -> int:
+        """Number of replicas of the job when a complete state was written."""
+        files = self._complete()[version]
+        return int(next(f.meta["tree"]["job"]["replicas"] for f in files if "tree" in f.meta))
+
+    def sums(self, version: Version) -> dict[int, Mapping[str, Json]]:
+        """Sums of the replicas of this host in this version, by replica."""
+        parts = (f.meta["sums"] for f in self._files() if f.version == version and "sums" in f.meta)
+        return {part["replica"]: part["of"] for part in parts}
+
+    def previous(self, version: Version) -> Version | None:
+        """The copy before a complete one, or the state that its generation resumed from."""
+        before = self._complete()[version][0].meta["previous"]
+        return None if before is None else Version(*before)
+
+    def generations(self) -> set[int]:
+        """Generations with files in this directory, complete or not."""
+        found = {generation_of(path.name) for path in self.directory.iterdir()}
+        return {generation for generation in found if generation is not None}
+
+    def writers(self) -> set[Writer]:
+        """Live processes that have written files in this directory."""
+        found = {Writer(*file.meta["writer"]) for file in self._files()}
+        return {writer for writer in found if not process_gone(*writer)}
+
+    def owners(self, version: Version) -> set[int]:
+        """Replicas of this host whose own state of this version is in this directory."""
+        return set(self._own_trees(version))
+
+    def without_own(self, version: Version) -> set[int]:
+        """Those of `owners` whose own state is empty."""
+        trees = self._own_trees(version)
+        return {replica for replica, tree in trees.items() if not any(tree.values())}
+
+    def _own_trees(self, version: Version) -> dict[int, Mapping[str, Json]]:
+        files = (file for file in self._files() if file.version == version and "own" in file.meta)
+        return {file.meta["sums"]["replica"]: file.meta["own"] for file in files}
+
+    def own(self, version: Version) -> dict[int, OwnState]:
+        """Own states of the replicas of this host in this version, by replica."""
+        found = {}
+        for file in self._files():
+            if file.version == version and "own" in file.meta:
+                tree = file.meta["own"]
+                mine = {(name, None) for name in names(tree)}
+                pieces = read_pieces(file, mine.__contains__)
+                own = OwnState(tree, {name: tensor for (name, _), tensor in pieces.items()})
+                found[int(file.meta["sums"]["replica"])] = own
+        return found
+
+    # Forgetting ----------------------------------------------------------------------------
+
+    def forget(self, before: int | None = None, *, but: Version | None = None) -> None:
+        """Removes files of generations before this one, or all of them.
+
+        Only what this module wrote is touched.
+
+        Args:
+            before: The first generation to keep; None removes all.
+            but: A state to keep in any case.
+        """
+        staying = set()
+        if but is not None:
+            staying = {file.path.name for file in self._files() if file.version == but}
+        try:
+            present = list(self.directory.iterdir())
+        except FileNotFoundError:
+            present = []  # Another replica of the host was first.
+        for path in present:
+            generation = generation_of(path.name)
+            earlier = generation is not None and (before is None or generation < before)
+            if earlier and path.name not in staying:
+                path.unlink(missing_ok=True)
+        if before is None:
+            self.close()
+
+    def withdraw(self) -> None:
+        """Remove the files of this replica; others may still need theirs."""
+        for writer in self._writers.values():
+            writer.path.unlink(missing_ok=True)
+        self.close()
+
+    def close(self) -> None:
+        """Close the files, without removing them."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+
+def _read(file: Found, wanted: Callable[[Piece], bool]) -> dict[Piece, Tensor]:
+    """Reads pieces of a file that its writer may change meanwhile.
+
+    Raises:
+        LookupError: It did.
+    """
+    try:
+        found = read_pieces(file, wanted)
+    except (OSError, ValueError) as error:
+        raise LookupError(f"{file.path} changed while it was read: {error}") from error
+    again = read_meta(file.path)
+    if again is None or again.version != file.version:
+        raise LookupError(f"{file.path} was overwritten while it was read")
+    return found
+
+
+def _add_shards(tensors: dict[str, Held], file: Found) -> None:
+    """Adds the pieces of split tensors that a file has."""
+    if all(placement is None for (_, placement), _ in file.placements()):
+        return
+    for (name, placement), tensor in _read(file, lambda piece: piece[1] is not None).items():
+        assert placement is not None
+        present = tensors.get(name)
+        before = present.shards if isinstance(present, Sharded) else ()
+        shards = (*before, Shard(placement, tensor))
+        tensors[name] = Sharded(placement.shape, tensor.dtype, shards)

@@ -1,0 +1,275 @@
+"""One file of a memory copy: a header, tensors, and the rest as JSON after them.
+
+The file is mapped into memory and written in place. Its header says last of all that it is
+complete, and is the first thing to change when it is written again: whoever dies in between leaves
+a file that nobody takes for a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from resilin.core.recovery import CopyFile
+from resilin.engine.devices import to_host
+from resilin.engine.processes import process_gone, process_start
+from resilin.training.state.placement import Piece, Placement
+from resilin.training.state.snapshot import Version
+
+FORMAT = 3
+"""Version of the files. Others are passed over: their job runs another resilin."""
+SHARE = 0.5
+"""Part of the memory's file system that copies may take: data loaders live there, too."""
+_HEADER = struct.Struct("<8sQqqqQQI")
+_MAGIC = b"resilin\n"
+_DATA = 4096
+_ALIGN = 64
+_NAME = re.compile(r"(\d+)-\d+-\d+-\d+-[01]")
+
+
+class Writer(NamedTuple):
+    """The process that wrote a file."""
+
+    pid: int
+    """Its number."""
+    started: str | None
+    """When it began, in the kernel's words: numbers are used again."""
+
+    @classmethod
+    def here(cls) -> Writer:
+        """This process."""
+        return cls(os.getpid(), process_start(os.getpid()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found(CopyFile):
+    """One complete file."""
+
+    path: Path
+    """Its path."""
+    meta: dict[str, Any]
+    """Its JSON."""
+
+    def placements(self) -> Iterator[tuple[Piece, torch.dtype]]:
+        """The pieces in it, with their types."""
+        for name, dtype, _, _, *where in self.meta["tensors"]:
+            yield (name, _placement(*where) if where else None), getattr(torch, dtype)
+
+
+def _placement(shape: list[int], offsets: list[int], sizes: list[int]) -> Placement:
+    return Placement(tuple(shape), tuple(offsets), tuple(sizes))
+
+
+def file_name(generation: int, host: int, process: int, share: int, turn: int) -> str:
+    """Name of the file that a process of a host writes a share to, in turns."""
+    return f"{generation}-{host}-{process}-{share}-{turn}"
+
+
+def generation_of(name: str) -> int | None:
+    """The generation whose process wrote a file of this name; None if it is none of ours."""
+    found = _NAME.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+class FileWriter:
+    """Writes one file, again and again.
+
+    Args:
+        path: Where it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._memory: mmap.mmap | None = None
+        self._layout: dict[Piece, tuple[torch.dtype, torch.Size]] = {}
+        self._views: dict[Piece, Tensor] = {}
+        self._table: list[list[Any]] = []
+        self._end = _DATA
+
+    def write(self, version: Version, pieces: Mapping[Piece, Tensor], meta: dict[str, Any]) -> None:
+        """Copies pieces and JSON into the file; complete when it returns.
+
+        Raises:
+            OSError: There is no room for it.
+            RuntimeError: A process of another job writes to the same file.
+        """
+        layout = {piece: (tensor.dtype, tensor.shape) for piece, tensor in pieces.items()}
+        if layout != self._layout or self._memory is None:
+            self._arrange(pieces)
+            self._layout = layout
+        meta["format"], meta["tensors"] = FORMAT, self._table
+        text = json.dumps(meta, separators=(",", ":")).encode()
+        memory = self._room_for(len(text))
+        head = (version.generation, version.step, version.epoch, self._end, len(text))
+        # Incomplete from here on, whatever happens.
+        _HEADER.pack_into(memory, 0, _MAGIC, 0, *head, 0)
+        to_host((view, pieces[piece]) for piece, view in self._views.items())
+        memory[self._end : self._end + len(text)] = text
+        _HEADER.pack_into(memory, 0, _MAGIC, 1, *head, zlib.crc32(text))
+
+    def _arrange(self, pieces: Mapping[Piece, Tensor]) -> None:
+        self.close()
+        offset = _DATA
+        self._table = []
+        for (name, placement), tensor in pieces.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            row: list[Any] = [name, dtype, list(tensor.shape), offset]
+            if placement is not None:
+                row += [placement.shape, placement.offsets, placement.sizes]
+            self._table.append(row)
+            offset += -(-tensor.nbytes // _ALIGN) * _ALIGN
+        self._end = offset
+        self._open(offset + 2**16)
+        self._map(pieces)
+
+    def _map(self, pieces: Mapping[Piece, Tensor]) -> None:
+        assert self._memory is not None
+        self._views = {
+            piece: _view(self._memory, tensor.dtype, row[2], row[3])
+            for (piece, tensor), row in zip(pieces.items(), self._table, strict=True)
+        }
+
+    def _room_for(self, num_bytes: int) -> mmap.mmap:
+        assert self._memory is not None
+        if self._end + num_bytes > len(self._memory):
+            pieces = dict(self._views)
+            self.close()
+            self._open(self._end + 2 * num_bytes)
+            self._map(pieces)
+        return self._memory
+
+    def _open(self, size: int) -> None:
+        # A new file: readers of the old one keep what they have, and disk full shows here and not
+        # as a bus error when the memory is touched.
+        present = read_meta(self.path)
+        if present is not None:
+            writer = Writer(*present.meta["writer"])
+            if writer.pid != os.getpid() and not process_gone(*writer):
+                raise RuntimeError(in_use(self.path.parent, writer))
+        self.path.unlink(missing_ok=True)
+        taken = _taken(self.path.parent)
+        total = capacity(self.path.parent)
+        if taken + size > SHARE * total:
+            raise OSError(
+                errno.ENOSPC,
+                f"copies of {taken + size} bytes would take more than half of its {total} bytes, "
+                "which data loaders and others need as well",
+            )
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, size)
+            else:
+                os.truncate(descriptor, size)
+            self._memory = mmap.mmap(descriptor, size)
+        except OSError:
+            self.path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Lets go of the file; it stays."""
+        # The memory is unmapped when the last view of it goes.
+        self._views = {}
+        self._memory = None
+
+
+def in_use(directory: Path, writer: Writer) -> str:
+    """Error message for a directory that another job's process already uses."""
+    return (
+        f"process {writer.pid} of another job is alive and keeps its state in {directory}, where "
+        f"this job (process {os.getpid()}) is to keep its own: two jobs cannot have one id. Start "
+        "this one with another --rdzv-id or --memory-dir, or stop the other one"
+    )
+
+
+def _taken(directory: Path) -> int:
+    """Bytes in the files of a directory, some of which may be removed meanwhile."""
+    total = 0
+    for file in directory.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total
+
+
+def capacity(directory: Path) -> int:
+    """Bytes that the file system of a directory has."""
+    status = os.statvfs(directory)
+    return status.f_blocks * status.f_frsize
+
+
+def _view(memory: Any, dtype: torch.dtype, shape: Any, offset: int) -> Tensor:
+    count = 1
+    for length in shape:
+        count *= length
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
+
+
+def read_meta(path: Path) -> Found | None:
+    """The header and the JSON of a file, if it is complete."""
+    if _NAME.fullmatch(path.name) is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEADER.size)
+            if len(head) < _HEADER.size:
+                return None
+            magic, complete, generation, step, epoch, end, size, crc = _HEADER.unpack(head)
+            if magic != _MAGIC or not complete:
+                return None
+            if end + size > os.fstat(file.fileno()).st_size:
+                return None
+            file.seek(end)
+            text = file.read(size)
+    except FileNotFoundError:
+        return None  # Removed by its writer, who is alive then.
+    if len(text) != size or zlib.crc32(text) != crc:
+        return None
+    meta = json.loads(text)
+    if meta["format"] != FORMAT:
+        return None
+    return Found(
+        path=path,
+        version=Version(generation, step, epoch, meta["branch"]),
+        host=meta["host"],
+        share=meta["share"],
+        num_shares=meta["num_shares"],
+        meta=meta,
+    )
+
+
+def read_pieces(file: Found, wanted: Callable[[Piece], bool]) -> dict[Piece, Tensor]:
+    """Copies of some pieces of a file, on the CPU.
+
+    Args:
+        file: The file.
+        wanted: Tells whether to read a piece.
+
+    Raises:
+        OSError: The file is gone.
+        ValueError: It is not what its JSON says.
+    """
+    with file.path.open("rb") as stream:
+        memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    rows = zip(file.placements(), file.meta["tensors"], strict=True)
+    return {
+        piece: _view(memory, dtype, row[2], row[3]).clone()
+        for (piece, dtype), row in rows
+        if wanted(piece)
+    }

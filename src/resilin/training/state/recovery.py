@@ -1,0 +1,258 @@
+"""Recovery: keeps the state of the job between steps, and restores it when the job starts.
+
+Between any two steps the replicas keep a copy in memory, save a checkpoint when one is due, and
+stop together when one of them was asked to. What is due is decided in the ballot of the step, so
+all replicas do the same. When a job starts, it resumes the newest state that any replica can find:
+a memory copy on any host, or else the newest checkpoint that is whole.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+from resilin.engine import environment
+from resilin.engine.base import Engine
+from resilin.training.events import Events
+from resilin.training.state import startup
+from resilin.training.state.checkpoint_schedule import CheckpointSchedule
+from resilin.training.state.memory import MemoryCopies
+from resilin.training.state.memory_schedule import MemorySchedule
+from resilin.training.state.registry import Registry
+from resilin.training.state.risk import RiskReport
+from resilin.training.state.settings import StateSettings, memory_directory
+from resilin.training.state.snapshot import Version
+from resilin.training.timeline import Timeline
+
+logger = logging.getLogger("resilin")
+
+
+class Recovery:
+    """Keeps and restores the state of one job; a voter.
+
+    Args:
+        settings: Where state is kept, and how often.
+        engine: Who is in the job.
+        registry: What has state.
+        timeline: The clock and the epochs of the job.
+        events: Who hears of checkpoints and risks.
+        close_log: Called before this process ends by agreement: reports are completed.
+        flush_log: Called by another thread before this process is ended without it.
+    """
+
+    def __init__(
+        self,
+        settings: StateSettings,
+        engine: Engine,
+        registry: Registry,
+        timeline: Timeline,
+        events: Events,
+        *,
+        close_log: Callable[[], None] = lambda: None,
+        flush_log: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine = engine
+        self._registry = registry
+        self._timeline = timeline
+        self._close_log = close_log
+        self._flush_log = flush_log
+        self._saves = CheckpointSchedule(settings, engine, registry, events)
+        directory = memory_directory(engine, settings)
+        memory = None if directory is None else MemoryCopies(directory)
+        self._copies = MemorySchedule(memory, settings.memory_every, engine, registry)
+        self._risk = RiskReport(self._copies, events)
+        self._start = startup.Start()
+        self._seen: Version | None = None
+        self._counted: tuple[float, ...] = ()
+        self._listening = False
+        self._finish_registered = False
+        self.active = memory is not None or self._saves.checkpoints is not None
+        """Whether any replica can save state."""
+
+    @property
+    def resumed(self) -> Version | None:
+        """The state that the job resumed from; None for a new job."""
+        return self._start.resumed
+
+    @property
+    def resumed_from(self) -> str:
+        """The same as text; empty for a new job."""
+        version = self._start.resumed
+        return "" if version is None else f"step {version.step} ({self._start.source})"
+
+    # The start -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Restores the newest state that any replica can find. Collective."""
+        engine = self._engine
+        if engine.restartable:
+            # A host without copies takes part too.
+            self.active = any(engine.gather(self.active))
+        if not self.active:
+            if engine.restartable and engine.membership.is_first:
+                logger.warning(
+                    "neither memory copies nor checkpoints are made: a lost worker costs the whole "
+                    "run"
+                )
+            return
+        self._saves.prepare()
+        self._start = start = startup.start(
+            engine,
+            self._registry,
+            self._copies.memory,
+            self._saves.checkpoints,
+            steps=self._timeline.clock.steps,
+        )
+        self._seen = self._version()
+        from_checkpoint = start.source == "checkpoint"
+        self._saves.start(self._seen.step, start.resumed, from_checkpoint=from_checkpoint)
+        self._copies.resumed = start.resumed
+        if not from_checkpoint and not start.in_memory:
+            # What is in the memory of all hosts, or on storage, is not written again.
+            self._copies.keep(self._seen)
+        self.listen()
+        self._copies.step_begins()
+
+    def listen(self) -> None:
+        """Treat signals as requests to stop, and watch this replica. Collective."""
+        if not self.active or self._listening:
+            return
+        self._listening = True
+        self._engine.stop.listen()
+        self._engine.watch(self._last_words)
+
+    # Between steps -------------------------------------------------------------------------
+
+    def votes(self, ahead: int = 1) -> tuple[float, ...]:
+        """This replica's part of a ballot: stop, save, and the cost of memory copies.
+
+        Args:
+            ahead: Steps that will be committed between this and when the votes are counted.
+        """
+        steps = self._timeline.clock.steps + ahead
+        stop, save = float(self._engine.stop.asked), float(self._saves.is_due(steps))
+        return stop, save, *self._copies.votes()
+
+    def counted(self, votes: tuple[float, ...]) -> None:
+        """Takes the sums of all replicas' votes in the step that ends now."""
+        self._counted = votes
+
+    def between_steps(self) -> None:
+        """Copy, save or stop, as the replicas have agreed in the ballot of the last step."""
+        version = self._version()
+        if not self.active or version == self._seen:
+            return
+        votes, self._counted = self._counted, ()
+        self._settle(version, votes)
+
+    def between_epochs(self) -> None:
+        """The same between two epochs, where there was no ballot: the replicas ask each other."""
+        if not self.active:
+            return
+        everyone = self._engine.gather(self.votes(ahead=0))
+        self._settle(self._version(), tuple(map(sum, zip(*everyone, strict=True))))
+
+    def _version(self) -> Version:
+        now = self._timeline
+        return Version(
+            self._engine.membership.generation, now.clock.steps, now.epoch, self._start.branch
+        )
+
+    def _settle(self, version: Version, votes: tuple[float, ...]) -> None:
+        self._engine.require_members()
+        self._seen = version
+        self._copies.step_ends()
+        stop, save, step_seconds, copy_seconds, failed = votes or (0.0, 0.0, 0.0, 0.0, 1.0)
+        self._registry.warn_of_unclaimed()
+        self._saves.report_ended()
+        self._copies.counted(step_seconds, copy_seconds, failed)
+        if self._engine.membership.is_first:
+            self._risk.update(self.at_risk)
+        if self._copies.is_due(version.step, stopping=bool(stop)):
+            self._copies.keep(version)
+        if stop:
+            self._stop(version)
+        if save:
+            self._saves.begin(version)
+        self._copies.step_begins()
+
+    @property
+    def at_risk(self) -> int:
+        """Largest number of completed steps that a lost worker can cost.
+
+        With memory copies that is their interval minus one. Without, it is the steps since the last
+        checkpoint. It holds while a host with a copy is alive.
+        """
+        steps = self._copies.at_risk
+        if steps is None:
+            return self._timeline.clock.steps - self._saves.committed_step
+        return steps
+
+    # The end -------------------------------------------------------------------------------
+
+    def _stop(self, version: Version) -> None:
+        """Save and exit; all replicas are at the same step."""
+        engine = self._engine
+        reason = engine.stop.reason or "another replica was asked to stop"
+        engine.unwatch()
+        self._saves.save(version)
+        if engine.membership.is_first:
+            logger.info("stopped at step %d (%s)", version.step, reason)
+        self._close_log()
+        engine.leave(asked=engine.stop.asked)
+
+    def _last_words(self, reason: str, deadline_passed: bool) -> None:
+        """Called by another thread before this process is ended: its main thread may be stuck."""
+        # A copy that is being written is completed first.
+        self._copies.lock.acquire(timeout=10)
+        logger.warning("replica %d exits: %s", self._engine.membership.replica, reason)
+        memory = self._copies.memory
+        try:
+            if deadline_passed and self._engine.membership.is_first and memory is not None:
+                self._saves.save_from_memory(memory)
+        except Exception:
+            logger.exception("the memory copy was not saved")
+        self._flush_log()
+
+    def finish(self) -> None:
+        """The job is done: its last state is saved, and memory is given back when it exits."""
+        if not self.active or not self._listening:
+            return
+        self._engine.require_members()
+        self._saves.save(self._version())
+        self._engine.unwatch()
+        self._engine.stop.release()
+        self._listening = False
+        memory = self._copies.memory
+        if memory is not None and not self._engine.exits:
+            # A process that is killed tidies up now or never; not before all replicas are done.
+            self._engine.gather(None)
+            _forget(memory)
+        elif memory is not None and not self._finish_registered:
+            self._finish_registered = True
+            atexit.register(_forget, memory)
+
+    def close(self) -> None:
+        """Gives signals their handlers back and ends the watch. Copies in memory stay."""
+        # As the end of a process would.
+        self._saves.end()
+        self._engine.unwatch()
+        self._engine.stop.close()
+        if self._copies.memory is not None:
+            self._copies.memory.close()
+
+
+def _forget(memory: MemoryCopies) -> None:
+    # A script that fails after its training is started again, and needs what is there.
+    if getattr(sys, "last_value", None) is not None:
+        return
+    memory.withdraw()
+    if environment.MEMORY_DIR not in os.environ:
+        # Nobody else has made it. Other replicas of the host may still have files in it.
+        with contextlib.suppress(OSError):
+            memory.directory.rmdir()
+            memory.directory.parent.rmdir()

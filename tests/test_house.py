@@ -1,0 +1,191 @@
+"""The shape of the package: small classes, one hidden global, engines nobody looks into."""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import resilin
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(resilin.__file__).parent
+MOST_LINES = 300
+MOST_ATTRIBUTES = 15
+MOST_LOOKUPS = 8
+"""Modules that may look the current job up."""
+MEDIAN = range(150, 201)
+"""Lines of the middle module, those that only say what a package is left out."""
+FOR_LIVE_ENGINES = {"Member", "Roster", "change"}
+"""Names of the core that engines use whose members change without a restart; `tests/engine` has one
+of these."""
+PLACES = re.compile(r"^(num_)?(local_)?(replica|process)(e?s)?$")
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    """All modules of the package, by their path in it."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
+
+
+def attributes(cls: ast.ClassDef) -> set[str]:
+    """Fields of a class, and whatever its methods set on `self`."""
+    fields = {
+        node.target.id
+        for node in cls.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    return fields | {
+        node.attr
+        for node in ast.walk(cls)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
+def too_large(tree: ast.Module) -> Iterator[str]:
+    """Classes past a limit whose docstring gives no reason."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        num_lines = (node.end_lineno or 0) - node.lineno + 1
+        num_attributes = len(attributes(node))
+        if num_lines <= MOST_LINES and num_attributes <= MOST_ATTRIBUTES:
+            continue
+        doc = ast.get_docstring(node) or ""
+        if "many attributes:" not in doc.lower() and "long:" not in doc.lower():
+            yield f"{node.name}: {num_lines} lines, {num_attributes} attributes"
+
+
+def calls(tree: ast.Module, name: str) -> bool:
+    """Whether a function of this name is called."""
+    return any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+        for node in ast.walk(tree)
+    )
+
+
+def test_no_class_is_too_large_without_a_reason():
+    assert {path: list(too_large(tree)) for path, tree in sources() if list(too_large(tree))} == {}
+
+
+def test_few_modules_look_the_current_job_up():
+    found = [path for path, tree in sources() if calls(tree, "current_job")]
+    assert 0 < len(found) <= MOST_LOOKUPS, found
+
+
+def test_nobody_asks_which_engine_it_is():
+    asks = re.compile(r"isinstance\([\w.]*engine\b")
+    assert [path for path, tree in sources() if asks.search(ast.unparse(tree))] == []
+
+
+def test_only_the_engine_names_the_group_of_all_processes():
+    names = re.compile(r"\bgroup\.WORLD\b|\bGroupMember\b")
+    found = [path for path, tree in sources() if names.search(ast.unparse(tree))]
+    assert found
+    assert [path for path in found if not path.startswith("engine/")] == []
+
+
+def mixed_up(tree: ast.AST) -> Iterator[str]:
+    """Arguments that give a number of replicas for one of processes, or the reverse."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.keyword) or not isinstance(node.value, ast.Attribute):
+            continue
+        wanted, given = PLACES.match(node.arg or ""), PLACES.match(node.value.attr)
+        if wanted and given and wanted[3] != given[3]:
+            yield ast.unparse(node)
+
+
+def test_replicas_and_processes_are_not_taken_for_each_other():
+    assert {path: found for path, tree in sources() if (found := list(mixed_up(tree)))} == {}
+    wrong = "Place(process=me.replica, num_replicas=me.num_processes, replica=me.replica)"
+    found = ["process=me.replica", "num_replicas=me.num_processes"]
+    assert list(mixed_up(ast.parse(wrong))) == found
+
+
+def pickles(tree: ast.AST) -> set[str]:
+    """Modules and functions that a module uses, and that make or read pickles."""
+    of_objects = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?")
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {each.name for each in node.names} & {"pickle", "dill", "marshal", "shelve"}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module or ""} & {"pickle", "dill", "marshal", "shelve"}
+            found |= {each.name for each in node.names if of_objects.fullmatch(each.name)}
+        elif isinstance(node, ast.Attribute) and of_objects.fullmatch(node.attr):
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "pickle.load"):
+            checked = any(ast.unparse(each) == "weights_only=True" for each in node.keywords)
+            found |= set() if checked else {ast.unparse(node.func)}
+    return found
+
+
+def test_nothing_is_pickled_on_a_wire_and_no_pickle_is_read():
+    found = {path: its for path, tree in sources() if (its := pickles(tree))}
+    # The metadata of torch's checkpoint format: written for other readers, and never read.
+    assert found == {"training/state/checkpoint/writer.py": {"pickle"}}
+    wrong = "import torch.distributed as dist\ndist.all_gather_object(x, y)\ntorch.load(f)"
+    assert pickles(ast.parse(wrong)) == {"all_gather_object", "torch.load"}
+
+
+def test_modules_are_neither_crumbs_nor_halls():
+    lengths = [
+        len(path.read_text().splitlines())
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"
+    ]
+    assert int(statistics.median(lengths)) in MEDIAN
+
+
+def test_every_room_has_an_import_contract():
+    contracts = (ROOT / "pyproject.toml").read_text().partition("[tool.importlinter]")[2]
+    rooms = {path.parent.relative_to(PACKAGE) for path in PACKAGE.glob("*/__init__.py")}
+    inner = {path.parent.name for path in PACKAGE.glob("training/*/__init__.py")}
+    assert len(rooms) > 7
+    assert len(inner) > 7
+    assert {room for room in rooms if f"resilin.{room}" not in contracts} == set()
+    _, _, training = contracts.partition('containers = ["resilin.training"]')
+    layers = set(re.findall(r"\w+", training.partition("]\nignore_imports")[0]))
+    assert inner - layers == set()
+
+
+def public_names(tree: ast.Module) -> Iterator[str]:
+    """Functions, classes and methods that another module may use."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            methods = node.body if isinstance(node, ast.ClassDef) else []
+            functions = [each for each in methods if isinstance(each, ast.FunctionDef)]
+            yield from (each.name for each in [node, *functions] if each.name[0] != "_")
+
+
+def test_the_core_has_nothing_that_nobody_uses():
+    core = {path: tree for path, tree in sources() if path.startswith("core/")}
+    texts = {
+        path: ast.unparse(tree) for path, tree in sources() if not path.endswith("__init__.py")
+    }
+    # Scripts use the core, too, as the pages and the examples show.
+    shown = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
+    pages = "\n".join(path.read_text() for path in shown)
+    unused = {
+        f"{path}: {name}"
+        for path, tree in core.items()
+        for name in set(public_names(tree)) - FOR_LIVE_ENGINES
+        # Within its module, beyond the place where it is defined.
+        if len(re.findall(rf"\b{name}\b", texts.get(path, ""))) < 2
+        and not re.search(rf"\b{name}\b", pages)
+        and not any(re.search(rf"\b{name}\b", text) for p, text in texts.items() if p != path)
+    }
+    assert unused == set()
+
+
+def test_a_class_that_is_too_large_would_be_found():
+    body = "\n".join(f"        self.a{i} = {i}" for i in range(16))
+    source = f'class Large:\n    """A class."""\n\n    def __init__(self):\n{body}\n'
+    assert list(too_large(ast.parse(source))) == ["Large: 20 lines, 16 attributes"]
+    reason = source.replace("A class.", "A class. Many attributes: a record of one run.")
+    assert list(too_large(ast.parse(reason))) == []

@@ -1,0 +1,170 @@
+"""Replicas that diverge are named, on all replicas; those that do not are left alone."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import resilin
+from resilin.training.job import current_job
+from resilin.training.state import divergence
+from resilin.training.state.divergence import DivergenceCheck, sums_of
+from tests.replicas import num_replicas, replica
+
+D = torch.float64
+
+
+def make(**kwargs):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(96, 6, generator=generator, dtype=D)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(D)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.5)
+    kwargs = {"rule": "linear", **kwargs}
+    model = resilin.AdaptiveDataParallel(net, optimizer, **kwargs)
+    loader = resilin.AdaptiveDataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=12)
+    return net, optimizer, model, loader
+
+
+def train(net, optimizer, model, loader, epochs, on_step=lambda step: None):
+    for _ in range(epochs):
+        for x, y in loader:
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            on_step(model.clock.steps)
+
+
+def one_ulp(parameter):
+    with torch.no_grad():
+        parameter.view(-1).view(torch.int64)[3] += 1
+
+
+WORLDS = [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (2, 3)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_one_ulp_of_one_parameter_is_noticed_and_named(world):
+    parts = make(cross_check=4)
+
+    def change(step):
+        if step == 6 and replica() == world - 1:
+            one_ulp(parts[0][2].weight)
+
+    with pytest.raises(RuntimeError, match="diverged by step 8") as error:
+        train(*parts, 2, change)
+    text = str(error.value)
+    assert f"replica {world - 1} differs from" in text
+    assert ("the other 2" if world == 3 else "replica 0") in text
+    assert re.search(r"in parameter \d\.(weight|bias) and \d+ more|in parameter 2.weight", text)
+    assert parts[2].clock.steps == 9  # the ballot of the ninth step compares what is left of 8
+
+
+@pytest.mark.world_size(3)
+def test_other_deciding_values_are_named_too():
+    parts = make(cross_check=1)
+    rate = 0.02 if replica() == 1 else 0.01
+    with pytest.raises(RuntimeError, match=r"replica 1 differs .*learning rate of group 0"):
+        train(*parts, 1, lambda step: parts[1].param_groups[0].update(lr=rate))
+    resilin.reset_job()
+    parts = make(cross_check=1)
+
+    def shift(step):
+        job = current_job()
+        if replica() == 0:
+            now = job.timeline
+            now.clock = replace(now.clock, progress=now.clock.progress + 1e-9)
+
+    with pytest.raises(RuntimeError, match=r"replica 0 differs from the other 2 in clock"):
+        train(*parts, 1, shift)
+
+
+@pytest.mark.world_size(3)
+def test_a_run_that_does_not_diverge_is_left_alone():
+    # BatchNorm statistics are each replica's own, and unequal shares make them differ.
+    checks = []
+    for setting in ("auto", 1, "off"):
+        resilin.reset_job()
+        parts = make(cross_check=setting, rule="adascale", stats_every=1)
+        seen = []
+        check = parts[2]._check
+        votes = check.votes
+        check.votes = lambda votes=votes, seen=seen: (seen.append(votes()), seen[-1])[1]
+        parts[3].set_batch_size(lambda clock: 12 + 7 * (clock.steps % 3))
+        train(*parts, 2)
+        checks.append([bool(said) for said in seen])
+        if setting == "off":
+            one_ulp(parts[0][2].weight) if replica() == 0 else None
+            train(*parts, 1)
+    assert checks[0][0] is True
+    assert all(checks[1])
+    assert not any(checks[2])
+
+
+@pytest.mark.world_size(2)
+def test_the_launcher_decides_before_the_script(monkeypatch):
+    monkeypatch.setenv("RESILIN_CROSS_CHECK", "2")
+    parts = make(cross_check="off")
+
+    def change(step):
+        if step == 3 and replica() == 1:
+            one_ulp(parts[0][0].bias)
+
+    with pytest.raises(RuntimeError, match="diverged by step 4"):
+        train(*parts, 1, change)
+
+
+def test_settings_and_one_process(monkeypatch):
+    for wrong in (0, -1, 1.5, "often"):
+        resilin.reset_job()
+        with pytest.raises((ValueError, TypeError), match="cross_check"):
+            make(cross_check=wrong)
+    monkeypatch.setenv("RESILIN_CROSS_CHECK", "sometimes")
+    resilin.reset_job()
+    with pytest.raises(ValueError, match="RESILIN_CROSS_CHECK"):
+        make()
+    monkeypatch.delenv("RESILIN_CROSS_CHECK")
+    resilin.reset_job()
+    parts = make(cross_check=1)
+    assert num_replicas() == 1
+    assert parts[2]._check.votes() == ()
+    parts[2].release()
+    assert parts[2]._check not in current_job().voters
+
+
+def test_its_share_of_the_time_is_bounded():
+    job = current_job()
+    check = DivergenceCheck(job.engine, job.timeline, nn.Linear(2, 2), "auto", dict)
+    assert check._interval(0.1, 0.0) == 1
+    for seconds, per_step in ((0.001, 0.1), (0.05, 0.1), (3.0, 0.001)):
+        interval = check._interval(seconds, per_step)
+        assert 1 <= interval <= divergence.LONGEST
+        share = seconds / (interval * per_step)
+        assert share <= divergence.SHARE or interval in (1, divergence.LONGEST)
+    assert check._interval(1e-6, 1.0) == 1
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
+def test_any_bit_and_any_place_changes_the_sums(dtype):
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(3, 700, generator=generator).to(dtype)
+    (before,) = sums_of([tensor])
+    assert sums_of([tensor.clone()]) == [before]
+    bits = tensor.view(torch.uint8).view(-1)
+    for place in (0, 1, 511, 512, 1024, len(bits) - 1):
+        for bit in (0, 7):
+            bits[place] ^= 1 << bit
+            assert sums_of([tensor]) != [before]
+            bits[place] ^= 1 << bit
+    swapped = tensor.clone()
+    swapped[0, 0], swapped[2, 5] = tensor[2, 5], tensor[0, 0]
+    assert sums_of([swapped]) != [before]
+    shifted = tensor.roll(1, 1)
+    assert sums_of([shifted]) != [before]
+    assert sums_of([torch.empty(0, dtype=dtype), tensor.t()])[0] == (0, 0)

@@ -1,0 +1,229 @@
+"""When states are copied to memory, and what happens where there is little of it."""
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import resilin
+from resilin.core.events import RiskEvent
+from resilin.engine.base import Engine
+from resilin.training.state import memory_file, risk, startup
+from resilin.training.state.memory import MemoryCopies, Place
+from resilin.training.state.memory_schedule import LONGEST_PAUSE, MemorySchedule
+from resilin.training.state.registry import Registry
+from resilin.training.state.snapshot import Snapshot, Version
+from tests.training.recovery_job import Job
+
+SIZE = 100_000
+
+
+class Large:
+    """A state that says which step it is of."""
+
+    def __init__(self):
+        self.step = 0
+
+    def state_dict(self):
+        return {"data": torch.full((SIZE,), self.step, dtype=torch.int32), "replicas": 1}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+class Host:
+    """One replica of a host whose memory has room for so many bytes of copies."""
+
+    def __init__(self, directory, room, monkeypatch):
+        self.directory = directory
+        self.room = room
+        monkeypatch.setattr(memory_file, "capacity", lambda _: self.room / memory_file.SHARE)
+        self.begin(0)
+
+    def begin(self, generation, resumed=None):
+        engine, registry = Engine(), Registry()
+        engine.raise_generation(generation)
+        self.large = Large()
+        registry.add("job", self.large)
+        self.schedule = MemorySchedule(MemoryCopies(self.directory), 1, engine, registry)
+        self.schedule.resumed = resumed
+        self.generation = generation
+
+    def keep(self, *steps, failed=0.0):
+        for step in steps:
+            self.schedule.counted(1.0, 0.0, failed + self.schedule.votes()[2])
+            self.large.step = step
+            self.schedule.keep(Version(self.generation, step))
+
+    @property
+    def versions(self):
+        copies = MemoryCopies(self.directory)
+        found = copies.versions()
+        for version in found:
+            # Whole, and that of its step.
+            assert set(copies.read(version).state("job")["data"].tolist()) == {version.step}
+        return [(version.generation, version.step) for version in found]
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    host = Host(tmp_path / "memory", 2**40, monkeypatch)
+    host.keep(1, 2, 3)
+    # Room for what there is, and for nothing beside it.
+    host.room = sum(path.stat().st_size for path in host.directory.iterdir()) + 1000
+    return host
+
+
+def test_copies_go_on_where_one_generation_fits(host, caplog):
+    caplog.set_level(logging.WARNING, "resilin")
+    for generation in (1, 2, 3):
+        (before, step) = host.versions[0]
+        host.begin(generation, resumed=Version(before, step))
+        host.keep(step + 1)
+        # The first copy took the place of the older of the two. The newer stays until all replicas
+        # are known to have completed theirs.
+        assert host.versions == [(generation, step + 1), (before, step)]
+        host.keep(step + 2)
+        assert host.versions == [(generation, step + 2), (generation, step + 1)]
+        host.keep(step + 3, step + 4)
+        assert host.versions == [(generation, step + 4), (generation, step + 3)]
+        assert host.schedule.at_risk == 0
+    assert caplog.text == ""
+
+
+def test_the_state_that_was_resumed_stays_while_another_replica_has_no_copy(host):
+    host.begin(1, resumed=Version(0, 3))
+    host.keep(4, 5, 6, failed=1.0)
+    # Of these the other replica has none: the host has nothing complete but what it began with.
+    assert host.versions == [(1, 6), (0, 3)]
+    assert host.schedule.at_risk is None
+    host.keep(7)
+    assert host.versions == [(1, 7), (1, 6)]
+
+
+def test_what_does_not_fit_is_tried_again_and_warned_of_once(host, caplog):
+    caplog.set_level(logging.INFO, "resilin")
+    host.begin(1, resumed=Version(0, 3))
+    host.room //= 4
+    host.keep(*range(4, 40))
+    assert caplog.text.count("no room for a memory copy of step 4 in") == 1
+    assert host.schedule.at_risk is None
+    assert host.schedule.votes()[2] == 1
+    # The last complete one is left alone, whatever fails.
+    assert host.versions == [(0, 3)]
+    host.room *= 4
+    host.keep(*range(40, 80))
+    assert caplog.text.count("no room") == 1
+    assert "memory copies fit again, from step" in caplog.text
+    assert host.versions == [(1, 79), (1, 78)]
+    assert host.schedule.at_risk == 0
+
+
+def test_room_for_one_buffer_alone_keeps_the_one_that_is_whole(host):
+    host.begin(1)
+    host.room = 0.7 * host.room
+    host.keep(*range(4, 30))
+    # Overwriting it would leave nothing while it is written.
+    assert host.versions == [(1, 4)]
+
+
+def test_attempts_become_rare_and_never_stop(host, monkeypatch):
+    host.begin(1)
+    host.room = 0
+    tried = []
+
+    def write(_, version, *, again):
+        tried.append(version.step)
+        raise OSError("no room")
+
+    monkeypatch.setattr(host.schedule, "_write", write)
+    host.keep(*range(5000))
+    steps = sorted(set(tried))
+    assert steps[:5] == [0, 2, 6, 14, 30]
+    assert steps[-1] - steps[-2] == LONGEST_PAUSE
+
+
+OTHER_JOB = """
+import sys
+from pathlib import Path
+import torch
+from resilin.training.state.memory import MemoryCopies, Place
+from resilin.training.state.snapshot import Snapshot, Version
+from tests.training.recovery_job import Job
+tree = {"job": {"clock": {}, "replicas": 1}}
+state = Snapshot(Version(0, 7), tree, {})
+place = Place(host=0, local_process=0, num_local_processes=1, process=0)
+MemoryCopies(Path(sys.argv[1])).keep(state, {}, place)
+print(flush=True)
+input()
+"""
+
+
+def test_the_state_of_a_job_that_is_alive_is_not_taken(tmp_path, monkeypatch):
+    directory = tmp_path / "memory"
+    monkeypatch.setenv("RESILIN_MEMORY_DIR", str(directory))
+    monkeypatch.setattr(startup, "PATIENCE", 0.3)
+    command = [sys.executable, "-c", textwrap.dedent(OTHER_JOB), str(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout.readline() == b"\n"
+            message = f"process {other.pid} of another job .* this job .process {os.getpid()}"
+            with pytest.raises(RuntimeError, match=message):
+                resilin.resume()
+            resilin.reset_job()
+            # Should both begin at the same moment, the second to write is refused.
+            copies = MemoryCopies(directory)
+            with pytest.raises(RuntimeError, match=message):
+                copies.keep(
+                    Snapshot(Version(0, 8), {}, {}),
+                    {},
+                    Place(host=0, local_process=0, num_local_processes=1, process=0),
+                )
+        finally:
+            other.kill()
+    # A worker that was killed is no other job: who comes next takes up what it left.
+    found = MemoryCopies(directory)
+    assert (found.writers(), found.versions()[0].step) == (set(), 7)
+
+
+@pytest.mark.parametrize(("every", "cost"), [(1, 0), (4, 3)])
+def test_what_a_lost_worker_costs_is_said_and_told_of(tmp_path, monkeypatch, caplog, every, cost):
+    caplog.set_level(logging.INFO, "resilin")
+    monkeypatch.setenv("RESILIN_MEMORY_DIR", str(tmp_path / "memory"))
+    resilin.checkpoint_to(None, memory_every=every)
+    told = []
+    resilin.current_job().events.listeners.append(told.append)
+    job = Job()
+    job.train(1)
+    assert [event.steps for event in told if isinstance(event, RiskEvent)] == [cost]
+    assert ("no completed step" if cost == 0 else "at most 3 completed step") in caplog.text
+
+
+def test_a_number_that_goes_up_and_down_is_reported_seldom():
+    class Copies:
+        at_risk, is_measured, is_automatic = 0, True, True
+
+    job = resilin.current_job()
+    told = []
+    job.events.listeners.append(told.append)
+    report = risk.RiskReport(Copies(), job.events)
+    for steps in [2, 1, 2, 4, 1, 3, 9, 2, 4] * 100:
+        report.update(steps)
+    assert [event.steps for event in told] == [2, 4, 9]
+    for _ in range(risk.PATIENCE):
+        report.update(0)
+    assert [event.steps for event in told] == [2, 4, 9, 0]
+
+
+def test_without_memory_copies_all_since_the_last_checkpoint_is_at_risk(tmp_path):
+    resilin.checkpoint_to(tmp_path, every=4)
+    told, seen = [], []
+    resilin.current_job().events.listeners.append(told.append)
+    Job().train(1, on_step=lambda job: seen.append(resilin.current_job().recovery.at_risk))
+    # A checkpoint counts when it is complete, which is at a later step.
+    assert seen[:4] == [1, 2, 3, 4]
+    assert [event.steps for event in told if isinstance(event, RiskEvent)][:3] == [1, 2, 4]
