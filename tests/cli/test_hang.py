@@ -74,7 +74,8 @@ def test_a_worker_that_hangs_is_named_and_the_job_goes_on(tmp_path, job):
     assert "killing worker 0 to restart all workers" in said
     (left,) = [line for line in said if "exited with code 0" in line]
     assert re.fullmatch(
-        r"worker 1 .* exited with code 0 after [\d.]+ s, while other workers were still running",
+        r"worker 1 .* exited with code 0 after [\d.]+ s, while other workers were still running: "
+        "the script ended early on rank 1",
         left,
     )
     # The stacks of both that could write them are there, with the line at fault.

@@ -269,7 +269,10 @@ class ReportingAgent(WrappedAgent):
             left.said = True
             when = left.when - self._started
             text = f"worker {rank} (process {left.pid}) exited with code 0 after {when:.1f} s"
-            say(f"{text}, while other workers were still running")
+            say(
+                f"{text}, while other workers were still running: the script ended early on "
+                f"rank {rank}"
+            )
             self._record("worker_left", text, rank)
 
     def _misses_an_agent(self, group: WorkerGroup) -> bool:

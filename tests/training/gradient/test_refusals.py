@@ -507,3 +507,9 @@ def test_losses_that_a_loop_keeps_alive_do_not_weigh_later_micro_batches():
     assert len(set(sizes)) > 1
     assert module.weight.grad.item() == pytest.approx(5.5, rel=1e-12)
     assert resilin.current_job().clock.samples == 10
+
+
+def test_batch_statistics_over_replicas_come_with_a_warning(caplog):
+    make(nn.Sequential(nn.Linear(5, 4, dtype=D), nn.SyncBatchNorm(4, dtype=D)))
+    (warning,) = [r.getMessage() for r in caplog.records if "SyncBatchNorm" in r.getMessage()]
+    assert warning.startswith("1 is a SyncBatchNorm: with several replicas, its gradient is that")

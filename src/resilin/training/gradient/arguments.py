@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any
 
 from torch import nn
@@ -14,11 +15,13 @@ from resilin.compat.torch_names import (
     splits_graph_by_buckets,
 )
 
+logger = logging.getLogger("resilin")
+
 _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 
 def check_model(model: nn.Module, ddp_kwargs: dict[str, Any], *, taken: bool) -> None:
-    """Refuses what cannot be trained.
+    """Refuses what cannot be trained, and warns of what is trained inexactly.
 
     Args:
         model: The module to train.
@@ -46,6 +49,13 @@ def check_model(model: nn.Module, ddp_kwargs: dict[str, Any], *, taken: bool) ->
             "first one, and the micro-batches of a step that is accumulated do not reduce alike"
         )
     _check_buckets(model, ddp_kwargs)
+    # A job of one replica may grow, so this does not depend on their number.
+    if synced := [n for n, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)]:
+        logger.warning(
+            "%s is a SyncBatchNorm: with several replicas, its gradient is that of one process "
+            "only where all replicas have equally many samples and a step is one micro-batch",
+            synced[0] or "the model",
+        )
 
 
 def _check_buckets(model: nn.Module, ddp_kwargs: dict[str, Any]) -> None:
