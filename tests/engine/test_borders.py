@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "src" / "resilin"
+import resilin
+
+PACKAGE = Path(resilin.__file__).parent
 ENGINES = {"Engine", "Single", "Torchrun", "RayTrain"}
 PICKLED = {
     "training/state/checkpoint/writer.py": "the .metadata of DCP's own readers; never read here"

@@ -198,6 +198,8 @@ def test_random_programs_under_random_kills_end_as_undisturbed(tmp_path, seed):
     assert differences(whole, found) == [], (settings, kills)
 
 
+# Five starts of two processes, one after the other: it ends them itself if they hang.
+@pytest.mark.timeout(360)
 def test_lost_workers_cost_no_validation_no_state_and_no_file(tmp_path):
     settings = {"average": "ema"}
     whole = undisturbed(tmp_path / "whole", settings)
