@@ -59,6 +59,10 @@ def _by_step(held: Any, saved: Any) -> list[Candidate]:
     return sorted(found, key=lambda each: each.version.step, reverse=True)
 
 
+def _whole_only(held: Any, saved: Any) -> list[Candidate]:
+    return [each for each in recovery.candidates(held, saved) if each.whole]
+
+
 def _next_of_chosen(visible: Any) -> int:
     """As if only checkpoints and the first file were looked at."""
     return next((version.generation for version in visible), -1) + 1
@@ -77,6 +81,7 @@ MUTATIONS: dict[str, Rules] = {
     "the oldest state wins": Rules(candidates=_oldest_first),
     "the newest state wins, whole or not": Rules(candidates=_newest_always),
     "a whole state wins, however old": Rules(candidates=_whole_first),
+    "a state with missing parts is never resumed": Rules(candidates=_whole_only),
     "storage wins over memory": Rules(candidates=_storage_first),
     "memory wins over storage": Rules(candidates=_memory_first),
     "more steps win over a later generation": Rules(candidates=_by_step),

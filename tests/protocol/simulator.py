@@ -358,7 +358,7 @@ class Generation:
             return
         # Replicas' own parts are complete one copy earlier, if one of them died in between. The
         # copy that they died in may be newer than any that was safe: it was completed by luck.
-        for state in held if self.setting.own_state else ():
+        for state in held if chosen is not None and self.setting.own_state else ():
             there = {r for same in held if same.version == state.version for r in same.parts}
             lacks_parts = len(there) < state.num_replicas
             if state.version >= newest and state.previous == chosen and lacks_parts:

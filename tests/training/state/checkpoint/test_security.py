@@ -67,25 +67,6 @@ def old_archive(thing):
     return data.getvalue()
 
 
-@pytest.mark.parametrize("form", [archive, old_archive, pickle.dumps])
-@pytest.mark.parametrize("hidden", [lambda p: p, lambda p: [TENSOR, p], lambda p: {"x": p}])
-def test_a_tensor_file_executes_nothing(checkpoints, marker, form, hidden):
-    commit = saved(checkpoints)
-    # As long as the tensor says it is.
-    data = form(hidden(Payload(marker))) + bytes(8000)
-    Path(commit.path, "__0_0.distcp").write_bytes(data)
-
-    def moved(tensors):
-        tensors["x"]["pieces"][0].update(offset=0, length=len(data))
-        return tensors
-
-    recommit(Path(commit.path), tensors=moved)
-    (forged,) = checkpoints.commits()
-    with pytest.raises(CorruptCheckpoint, match=r"__0_0\.distcp: cannot be read: x: "):
-        checkpoints.load(forged)
-    assert not marker.exists()
-
-
 def forge(checkpoints, data):
     """A checkpoint whose only tensor is in these bytes, with sums that fit."""
     commit = saved(checkpoints)
@@ -98,6 +79,16 @@ def forge(checkpoints, data):
     recommit(Path(commit.path), tensors=moved)
     (forged,) = checkpoints.commits()
     return forged
+
+
+@pytest.mark.parametrize("form", [archive, old_archive, pickle.dumps])
+@pytest.mark.parametrize("hidden", [lambda p: p, lambda p: [TENSOR, p], lambda p: {"x": p}])
+def test_a_tensor_file_executes_nothing(checkpoints, marker, form, hidden):
+    # As long as the tensor says it is.
+    forged = forge(checkpoints, form(hidden(Payload(marker))) + bytes(8000))
+    with pytest.raises(CorruptCheckpoint, match=r"__0_0\.distcp: cannot be read: x: "):
+        checkpoints.load(forged)
+    assert not marker.exists()
 
 
 def padded(data):
