@@ -6,11 +6,13 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import resilin
@@ -236,6 +238,20 @@ def test_a_ddp_that_lost_an_attribute_is_refused_when_it_is_made():
 
     with pytest.raises(MissingNameError, match=r"Later\.require_backward_grad_sync, which torch"):
         torch_names.check_ddp(Later())
+
+
+def test_the_time_limit_of_a_group_is_known_where_its_backend_has_one():
+    # The fake backend of torch's own tests has no options; it also keeps no time.
+    import_module("torch.testing._internal.distributed.fake_pg")
+    cpu, limit = torch.device("cpu"), timedelta(seconds=77)
+    for backend, known in {"gloo": limit, "cpu:fake": None}.items():
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit
+        )
+        try:
+            assert torch_names.timeout_of(dist.group.WORLD, cpu) == known
+        finally:
+            dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when dynamo is loaded

@@ -211,6 +211,6 @@ def test_xla_is_there_when_the_script_has_imported_it(monkeypatch):
 
 
 def test_cuda_is_known_by_its_type_and_nothing_else_is():
-    assert devices.of(torch.device("cuda", 1)).backend == "nccl"
+    assert devices.of(torch.device("cuda", 1)).backend == "cpu:gloo,cuda:nccl"
     for kind in ("cpu", "meta", "mps"):
         assert devices.of(torch.device(kind)) is devices.CPU

@@ -7,11 +7,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from resilin.compat import torch_names
 from resilin.core.membership import Membership
 from resilin.engine.base import Engine
 from resilin.engine.group import LAUNCHER_ENV, detect
@@ -122,6 +125,45 @@ def test_a_purpose_has_one_group_for_as_long_as_the_membership_lasts():
         dist.destroy_process_group()
         assert engine.group("control") is None
         assert engine.gather(rank) == [rank]
+
+
+@pytest.mark.world_size(2)
+def test_host_group_is_that_of_the_gradients_where_it_takes_tensors_on_the_cpu():
+    engine = detect()
+    assert engine.host_group() is engine.gradient_group() is dist.group.WORLD
+
+
+def test_host_group_of_one_replica_is_none(plain):
+    assert detect().host_group() is None
+
+
+@pytest.mark.world_size(2, init=False)
+@pytest.mark.parametrize("backend", ["cuda:gloo", "cpu:gloo,cuda:gloo"])
+def test_host_group_beside_one_that_takes_no_tensors_on_the_cpu(backend):
+    engine, seen = detect(), []
+    rank = int(os.environ["RANK"])
+    for attempt in range(2):
+        store = dist.PrefixStore(
+            f"attempt {attempt}", dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
+        )
+        limit = timedelta(seconds=77)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit)
+        gradients, host = engine.gradient_group(), engine.host_group()
+        assert gradients is dist.group.WORLD
+        assert (host is gradients) == ("cpu" in backend)
+        assert engine.host_group() is host
+        assert all(host is not old for old in seen)
+        seen.append(host)
+        assert torch_names.timeout_of(host, torch.device("cpu")) == limit
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total, group=host)
+        assert total.item() == 3
+        if host is not gradients:
+            with pytest.raises(RuntimeError, match="No backend type associated with device"):
+                dist.all_reduce(total, group=gradients)
+        dist.barrier(group=host)
+        dist.destroy_process_group()
+        assert engine.host_group() is None
 
 
 # Processes -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import ProcessGroup, Store
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -176,6 +176,14 @@ _DEFAULT_STORE = TORCH.name(
 _RENDEZVOUS = TORCH.name(
     "torch.distributed.rendezvous:rendezvous", "gives each process group a name of its own"
 )
+_BACKEND = TORCH.name(
+    "torch.distributed:ProcessGroup._get_backend",
+    "gives the group of host numbers the time limit of the gradients' group",
+)
+_TIME_LIMIT = TORCH.name(
+    "torch._C._distributed_c10d:Backend.Options._timeout",
+    "gives the group of host numbers the time limit of the gradients' group",
+)
 
 
 def default_store() -> Store:
@@ -192,6 +200,19 @@ def rendezvous_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
     """
     store, rank, world_size = next(_RENDEZVOUS.find()("env://", timeout=timeout))
     return store, rank, world_size
+
+
+def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta | None:
+    """Time limit of the collectives of a group, for tensors on this device; None if unknown."""
+    _BACKEND.find()
+    _TIME_LIMIT.find()
+    try:
+        options = group._get_backend(device).options
+    except RuntimeError:  # A backend from outside of torch need not have options,
+        return None
+    # and one without settings has none.
+    timeout: timedelta | None = None if options is None else options._timeout
+    return timeout
 
 
 # torch.compile -----------------------------------------------------------------------------------

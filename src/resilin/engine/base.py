@@ -12,9 +12,11 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from resilin.compat.torch_names import timeout_of
 from resilin.core.membership import Membership
 from resilin.engine.collectives import Collectives, Json
 from resilin.engine.pulse import Pulse
@@ -42,6 +44,7 @@ class Engine:
         self._membership: Membership | None = None
         self._world: dist.ProcessGroup | None = None
         self._groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+        self._host: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
     # Who we are ----------------------------------------------------------------------------
 
@@ -143,6 +146,25 @@ class Engine:
         """
         return dist.group.WORLD if self.membership.num_replicas > 1 else None
 
+    def host_group(self) -> dist.ProcessGroup | None:
+        """The process group in which replicas add up tensors on the host, within steps.
+
+        It is the group of the gradients if that takes tensors on the CPU, as gloo and
+        `cpu:gloo,cuda:nccl` do. Beside one that does not, such as NCCL alone, it is a gloo group of
+        its own with the same time limit: all replicas must ask for it for the first time at the
+        same place, and the main thread alone may use it.
+
+        Returns:
+            The group, always the same one while the membership lasts; None if there is but one
+            replica.
+        """
+        group = self.gradient_group()
+        if group is None:
+            return None
+        if self._host is None or self._host[0] is not group:
+            self._host = (group, _beside(group))
+        return self._host[1]
+
     def group(self, purpose: str) -> dist.ProcessGroup | None:
         """A gloo group of all replicas for one purpose, apart from that of the gradients.
 
@@ -203,3 +225,14 @@ class Engine:
             asked: Whether this replica itself was asked to stop, or follows another one.
         """
         raise SystemExit(self.stop.exit_code)
+
+
+def _beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """This group of all processes, or one beside it, for tensors on the CPU."""
+    kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    if "cpu" in kinds:
+        return group
+    # With a shorter limit than the gradients have, a job would end for being slow between steps.
+    timeout = timeout_of(group, torch.device(kinds[0]))
+    made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    return made

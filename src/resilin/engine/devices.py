@@ -92,7 +92,8 @@ class Cuda(Device):
     """NVIDIA's, and AMD's under the same name."""
 
     kind = "cuda"
-    backend = "nccl"
+    # NCCL takes tensors on the GPU alone; gloo is beside it, for numbers of the host.
+    backend = "cpu:gloo,cuda:nccl"
     batches_kernels = True
     queues = True
     pins = True

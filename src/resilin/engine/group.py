@@ -39,7 +39,7 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAU
 
     Args:
         backend: `nccl`, `gloo` or another one of torch.distributed; None chooses by the device:
-            nccl if CUDA is available, xla with PyTorch/XLA, else gloo.
+            `cpu:gloo,cuda:nccl` if CUDA is available, xla with PyTorch/XLA, else gloo.
         timeout: Time limit of a collective.
 
     Raises:
