@@ -51,8 +51,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     # All of them are looked at, so that a wrong marker is an error before anything is run.
     worlds = [item for item in session.items if world.world_of(item)]
-    if worlds and not session.config.option.collectonly:
+    if session.config.option.collectonly:
+        return
+    if worlds:
         world.start_fork_server()
+    if any("counted" in getattr(item, "fixturenames", ()) for item in session.items):
+        from tests.counted import device
+
+        if device.compiler() is not None:
+            device.build()  # here, since it is no test's time that it takes
 
 
 def pytest_unconfigure() -> None:
@@ -89,6 +96,17 @@ def shared_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if world.in_rank():
         return Path(os.environ[world.RANK_ENV])
     return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture
+def counted() -> Any:
+    """The device that counts reads; the test needs a process of its own, `world_size(1)`."""
+    from tests.counted import device
+
+    assert world.in_rank(), "a process that has loaded this device keeps it: use world_size(1)"
+    if device.compiler() is None:
+        pytest.skip("no C++ compiler: neither CXX nor g++ is there to build the counting device")
+    return device.load()
 
 
 @pytest.fixture

@@ -214,3 +214,25 @@ def test_cuda_is_known_by_its_type_and_nothing_else_is():
     assert devices.of(torch.device("cuda", 1)).backend == "cpu:gloo,cuda:nccl"
     for kind in ("cpu", "meta", "mps"):
         assert devices.of(torch.device(kind)) is devices.CPU
+
+
+@pytest.mark.world_size(1)
+def test_another_accelerator_of_torch_has_its_events_and_pinned_memory(counted):
+    kind = devices.here()
+    assert devices.of(counted.device) is kind
+    assert (kind.kind, kind.queues, kind.pins) == ("counted", True, True)
+    assert kind.is_here()
+    assert kind.backend == "gloo"  # nobody has registered one
+    kind.choose(0)
+    assert kind.current() == counted.device
+    assert kind.random_state() is None  # it has no generator of its own
+    kind.seed(1)
+    first, second = kind.event(counted.device), kind.event(counted.device)
+    assert first.query()
+    assert first.elapsed_time(second) >= 0.0
+    assert {told.what for told in counted.told()} == {"query"}
+    counted.clear()
+    target = torch.zeros(2, pin_memory=True)
+    devices.to_host([(target, torch.ones(2, device=counted.device))])
+    assert target.tolist() == [1.0, 1.0]
+    assert [told.what for told in counted.told()] == ["fetch", "wait"]

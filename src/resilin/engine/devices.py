@@ -1,9 +1,10 @@
 """Differences between kinds of devices: the only module that names CUDA and XLA.
 
 Training calls `of(tensor.device)` for the kind of device of a tensor, and `here()` for the kind
-that this process would train on. A kind without its own class is treated like the CPU: nothing is
-queued or pinned, and time is that of the host. So an unknown kind of device works, if torch can
-train on it; it only misses optimisations.
+that this process would train on. A kind without its own class that is torch's accelerator has what
+`torch.accelerator` gives: events, streams and pinned memory. Any other kind is treated like the
+CPU: nothing is queued or pinned, and time is that of the host. So an unknown kind of device works,
+if torch can train on it; it only misses optimisations.
 
 The XLA class follows the sources of torch_xla 2.9, and has never run: that build cannot be loaded
 into the PyTorch of the tests, which use a mock device.
@@ -11,6 +12,7 @@ into the PyTorch of the tests, which use a mock device.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -188,18 +190,94 @@ class Xla(Device):
         return self._memory["peak_bytes_used"]
 
 
+class Accelerator(Device):
+    """Any other accelerator of torch: Intel's, or one that a package has registered.
+
+    Args:
+        kind: `torch.device.type`.
+    """
+
+    batches_kernels = True
+    queues = True
+    pins = True
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    @property
+    def backend(self) -> str:  # type: ignore[override]
+        """The backend that was registered for it; gloo if none was."""
+        known = torch.distributed.Backend.default_device_backend_map
+        return known.get(self.kind, "gloo")
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.kind)
+
+    def is_here(self) -> bool:
+        """Whether torch finds one."""
+        return torch.accelerator.is_available()
+
+    def choose(self, local_process: int) -> None:
+        """The device of that number."""
+        torch.accelerator.set_device_index(local_process)
+
+    def current(self) -> torch.device:
+        """The device that was chosen."""
+        return torch.device(self.kind, torch.accelerator.current_device_index())
+
+    def event(self, device: torch.device) -> Event | None:
+        """In the current stream: read later, it never makes the host wait."""
+        event = torch.Event(device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(device))
+        return event
+
+    def wait(self, device: torch.device) -> None:
+        """For the current stream."""
+        torch.accelerator.current_stream(device).synchronize()
+
+    def random_state(self) -> Tensor | None:
+        """Of the current device, if its package tells it."""
+        get = getattr(self._module, "get_rng_state", None)
+        return None if get is None else get()
+
+    def set_random_state(self, state: Tensor) -> None:
+        """For the current device."""
+        self._module.set_rng_state(state)
+
+    def seed(self, seed: int) -> None:
+        """For all devices of this kind that this process sees."""
+        self._module.manual_seed_all(seed)
+
+
 CPU = Device()
 _KINDS: tuple[Device, ...] = (Xla(), Cuda())
+_LIKE_THE_CPU = ("mps",)
+"""Accelerators whose memory is that of the host."""
 
 
 def of(device: torch.device) -> Device:
     """The kind of this device."""
-    return next((kind for kind in _KINDS if kind.kind == device.type), CPU)
+    named = next((kind for kind in _KINDS if kind.kind == device.type), None)
+    if named is not None:
+        return named
+    found = torch.accelerator.current_accelerator() if device.type != "cpu" else None
+    return CPU if found is None or found.type != device.type else _other(found.type)
 
 
 def here() -> Device:
     """The kind that this process would train on: the first available one, else the CPU."""
-    return next((kind for kind in _KINDS if kind.is_here()), CPU)
+    named = next((kind for kind in _KINDS if kind.is_here()), None)
+    if named is not None:
+        return named
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return CPU if found is None else _other(found.type)
+
+
+@functools.cache
+def _other(kind: str) -> Device:
+    """The accelerator of this kind."""
+    return CPU if kind in _LIKE_THE_CPU else Accelerator(kind)
 
 
 def to_host(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
