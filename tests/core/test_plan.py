@@ -1,3 +1,5 @@
+from itertools import product
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -113,6 +115,16 @@ def test_256_over_64():
 def test_300_over_64_does_not_exceed_the_maximum():
     # Rounding the number of micro-batches down would give 4 of 75.
     assert BatchPlan(300, 1, max_local_bsz=64).micro_batches(0) == (60,) * 5
+
+
+def test_pieces_are_as_equal_as_they_can_be():
+    # A compiled model meets one size instead of 8 and 2, and never more than two in a step.
+    assert BatchPlan(10, 1, max_local_bsz=8).micro_batches(0) == (5, 5)
+    for batch, replicas, largest in product(range(1, 40), range(1, 5), range(1, 12)):
+        plan = BatchPlan(batch, replicas, max_local_bsz=largest)
+        found = {size for r in range(replicas) for size in plan.micro_batches(r)}
+        assert len(found) == (1 if batch % (replicas * plan.steps) == 0 else 2)
+        assert max(found) - min(found) <= 1
 
 
 def test_more_replicas_than_samples_leaves_some_without():

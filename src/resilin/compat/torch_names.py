@@ -10,6 +10,7 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -229,6 +230,9 @@ _COMPILED_CALL = TORCH.name(
 _DDP_MODE = TORCH.name(
     "torch._dynamo.utils:get_optimize_ddp_mode", "checks bucket_cap_mb of compiled models"
 )
+_NOT_TRACED = TORCH.name(
+    "torch._dynamo.trace_rules:add", "keeps torch.compile from tracing resilin itself"
+)
 DYNAMO = "torch._dynamo"
 """The module of torch.compile; only loaded where something is compiled, or an optimizer was made.
 """
@@ -247,6 +251,16 @@ def uncompiled(module: nn.Module) -> nn.Module:
         return module
     inner: nn.Module = _ORIGINAL.of(module)
     return inner
+
+
+@cache
+def keep_from_tracing(package: str) -> None:
+    """Make torch.compile leave the functions of a package alone, but not those that they call.
+
+    It treats its own DistributedDataParallel like that. Without this, a model that is compiled
+    from outside would have our bookkeeping traced, function by function.
+    """
+    _NOT_TRACED.find()(package)
 
 
 def splits_graph_by_buckets() -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from resilin.compat.torch_names import keep_from_tracing
 from resilin.core import _validate
 from resilin.core.clock import Clock
 from resilin.core.noise import Noise
@@ -153,6 +154,8 @@ class AdaptiveDataParallel(nn.Module):
         )
         self._trained.gate(model, clocked, scaler)
         job.trained = self._trained
+        # An optimizer was made, so torch has loaded its compiler already.
+        keep_from_tracing("resilin")
         job.voters.append(self._check)
         self._register(clocked or lr_scheduler, scaler, handed_over=lr_scheduler)
 
