@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -46,6 +47,19 @@ _VERSION = TORCH.name("torch:Tensor._version", "detects that a tensor was change
 _VERSION.find()
 version_of: Callable[[Tensor], int] = operator.attrgetter(_VERSION.attribute)
 """Number of changes in place that a tensor has had."""
+
+_SCALE = TORCH.name(
+    "torch.amp:GradScaler._get_scale_async",
+    "reads the scale of a GradScaler without waiting for the device",
+)
+_SCALE.find()
+
+
+def scale_of(scaler: GradScaler) -> Tensor | None:
+    """The scale of a GradScaler, where it is; None before the first scaled loss."""
+    scale: Tensor | None = _SCALE.of(scaler)()
+    return scale
+
 
 _pytree: Any = TORCH.name("torch.utils:_pytree", "finds tensors in nested containers").find()
 tree_leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves

@@ -28,9 +28,58 @@ class Event(Protocol):
         """Whether the device has passed it."""
         ...
 
+    def synchronize(self) -> object:
+        """Wait until the device has passed it."""
+        ...
+
     def elapsed_time(self, later: Any) -> float:
         """Milliseconds from this one to a later one, on the device."""
         ...
+
+
+class Pending(Protocol):
+    """An operation that was started, such as a reduction."""
+
+    def wait(self) -> object:
+        """Make what follows wait for it: the queue of the device, or the host."""
+        ...
+
+
+class Fetched:
+    """Numbers on their way from a device to the host.
+
+    Nothing waits until `read` is called. Where a device queues its work, they are copied into
+    pinned memory, after the work that computes them; elsewhere they are there already, or a
+    reduction over the network still fills them.
+
+    Args:
+        tensor: The numbers, in one dimension. Nobody may change it afterwards.
+        work: The operation that fills the tensor, if it is still under way.
+    """
+
+    def __init__(self, tensor: Tensor, work: Pending | None = None) -> None:
+        kind = of(tensor.device)
+        self._work, self._event = work, None
+        self._numbers: list[float] | None = None
+        if kind.queues:
+            if work is not None:
+                work.wait()  # the queue of the device waits, not the host
+            self._work = None
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=kind.pins)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = kind.event(tensor.device)
+        else:
+            self._host = tensor
+
+    def read(self) -> list[float]:
+        """The numbers, once the device has come this far."""
+        if self._numbers is None:
+            if self._work is not None:
+                self._work.wait()
+            if self._event is not None:
+                self._event.synchronize()
+            self._numbers = self._host.tolist()
+        return self._numbers
 
 
 class Device:

@@ -1,16 +1,16 @@
 """`Ballot`: what replicas agree on in a step, as numbers that are summed with its gradient.
 
-One small reduction per step carries it all: the weights and the noise of the gradient (`Head`), and
-what voters have to say (stop now, save now, a larger batch). So all replicas decide the same thing
-after the same step, and nothing has to be sent for it alone.
+One small reduction per step carries it all: the weights of the gradient (`Head`), and what voters
+have to say (stop now, save now, a larger batch). So all replicas decide the same thing after the
+same step, and nothing has to be sent for it alone. All of these are numbers of the host, and go
+through a group for tensors on the host: no device has to come this far before they are read.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,7 @@ class Voter(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class Head(NamedTuple):
     """One replica's part of a step, in numbers, or the sums over all replicas."""
 
     weight: float
@@ -55,18 +54,7 @@ class Head:
     """Hash of the parameters it trains."""
 
 
-_NAMES = tuple(field.name for field in fields(Head))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
-    """A ballot that all replicas have added up."""
-
-    head: Head
-    votes: tuple[float, ...]
-    """Votes of all voters, one after another."""
-    terms: tuple[float, ...]
-    """Weighted squared norms of the measured gradients, per parameter group."""
+_LENGTH = len(Head._fields)
 
 
 class Ballot:
@@ -86,36 +74,32 @@ class Ballot:
         self._head: Head | None = None
         self._group: dist.ProcessGroup | None = None
         self._work: dist.Work | None = None
-        self._sums: Sums | None = None
+        self._sums: Head | None = None
+        self._votes: Sequence[float] = ()
         self.sent: Tensor | None = None
         """Numbers that were sent to other replicas in this step, if any were."""
 
-    def send(self, head: Head, terms: Tensor | None, group: dist.ProcessGroup | None) -> None:
+    def send(self, head: Head, group: dist.ProcessGroup | None) -> None:
         """Sends the ballot of this replica. It does not wait for the others.
 
         Args:
             head: This replica's part of the step.
-            terms: Weighted squared norms per parameter group, on the device that collectives need;
-                None only if there is no other replica, and nothing was measured.
-            group: The replicas; None if there is only this one.
+            group: The replicas, for tensors on the host; None if there is only this one.
         """
-        votes = [(voter, voter.votes()) for voter in self._voters]
-        self._cast = [(voter, len(said)) for voter, said in votes]
-        numbers = tuple(itertools.chain.from_iterable(said for _, said in votes))
+        numbers: list[float] = []
+        for voter in self._voters:
+            said = voter.votes()
+            self._cast.append((voter, len(said)))
+            numbers.extend(said)
         self._head, self._group = head, group
         if group is None:
-            known = () if terms is None else tuple(terms.tolist())
-            self._sums = Sums(head=head, votes=numbers, terms=known)
+            self._sums, self._votes = head, numbers
             return
-        assert terms is not None
-        own = [getattr(head, name) for name in _NAMES]
-        own.extend(numbers)
-        packed = torch.tensor(own, dtype=torch.float64, device=terms.device)
-        self.sent = torch.cat([packed, terms])
+        self.sent = torch.tensor([*head, *numbers], dtype=torch.float64)
         self._work = dist.all_reduce(self.sent, group=group, async_op=True)
 
-    def sums(self) -> Sums:
-        """Waits for the ballots of all replicas.
+    def sums(self) -> Head:
+        """Waits for the ballots of all replicas, and returns the sums of their heads.
 
         Raises:
             RuntimeError: Replicas do not make the same step.
@@ -126,13 +110,8 @@ class Ballot:
             assert self.sent is not None
             self._work.wait()
             numbers: list[float] = self.sent.tolist()
-            length, num_votes = len(_NAMES), sum(num for _, num in self._cast)
-            self._sums = Sums(
-                head=Head(**dict(zip(_NAMES, numbers, strict=False))),
-                votes=tuple(numbers[length : length + num_votes]),
-                terms=tuple(numbers[length + num_votes :]),
-            )
-            check(self._head, self._sums.head, dist.get_world_size(self._group))
+            self._sums, self._votes = Head(*numbers[:_LENGTH]), numbers[_LENGTH:]
+            check(self._head, self._sums, dist.get_world_size(self._group))
         return self._sums
 
     def count(self) -> None:
@@ -140,7 +119,7 @@ class Ballot:
         cast, self._cast = self._cast, []
         if self._sums is None:
             return
-        rest = iter(self._sums.votes)
+        rest = iter(self._votes)
         for voter, num in cast:
             said = tuple(itertools.islice(rest, num))
             if voter in self._voters:

@@ -169,12 +169,13 @@ class TrainedModel:
         """Turns the complete gradient into gain and factors, once per step."""
         if self.scaling.prepared is not None:
             return self.scaling.prepared
-        reduced = self.gradient.conclude()
+        reduced, measured = self.gradient.conclude(), self.gradient.step.measure
+        scaler = self._scaler if measured else None
         self.scaling.prepare(
             reduced,
             self._iterations.micro_batch,
-            measured=self.gradient.step.measure,
-            gradient_scale=1.0 if self._scaler is None else self._scaler.scale(),
+            measured=measured,
+            gradient_scale=None if scaler is None else scaler.scale(),
         )
         return reduced
 

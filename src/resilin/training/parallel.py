@@ -22,6 +22,7 @@ from resilin.core.rules import (
     clip_threshold,
     default_rule,
     get_rule,
+    total_noise,
 )
 from resilin.engine import overrides
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
@@ -225,18 +226,18 @@ class AdaptiveDataParallel(nn.Module):
 
     @property
     def noise(self) -> Noise | None:
-        """Noise of the whole model's gradient; None until it was measured."""
-        return self._scaling.noise
+        """Noise of the whole model's gradient, last step included; waits for the device."""
+        return total_noise(self.group_noise)
 
     @property
     def group_noise(self) -> list[Noise | None]:
-        """Noise of each parameter group's gradient."""
-        return self._scaling.group_noise
+        """Noise of each parameter group's gradient; None until it was measured."""
+        return self._scaling.estimates.newest()
 
     @property
     def sample_noise(self) -> Noise | None:
         """The same per sample, also where batches are weighed by something else."""
-        return self._scaling.sample_noise
+        return self._scaling.per_sample(self.noise)
 
     @property
     def clock(self) -> Clock:

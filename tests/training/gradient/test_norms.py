@@ -86,7 +86,11 @@ def test_the_gain_agrees_with_per_sample_gradients(world, optimizer):
                 right.gain(batch_size, REFERENCE), rel=0.15
             )
         power = 1.0 if optimizer is torch.optim.SGD else 0.5
-        for factors, noise in zip(model.factors, model.group_noise, strict=True):
+        # A step is scaled by what was measured before it: its own noise counts from the next on.
+        before = model.group_noise
+        run(model, loader, steps + 1)
+        assert model.group_noise != before
+        for factors, noise in zip(model.factors, before, strict=True):
             assert factors.lr == pytest.approx(noise.gain(batch_size, REFERENCE) ** power)
     assert model.predict_gain(50.0) == pytest.approx(whole.gain(400, REFERENCE), rel=0.15)
 

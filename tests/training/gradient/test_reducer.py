@@ -30,6 +30,9 @@ class Members:
     def gradient_group(self):
         return self.group
 
+    def host_group(self):
+        return self.group
+
 
 def network(fill=None, width=3):
     net = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 2)).to(D)

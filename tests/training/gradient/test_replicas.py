@@ -84,12 +84,12 @@ class Whole:
 @worlds
 def test_norms_noise_and_gain_are_the_same_bits_with_any_number_of_buckets(world, monkeypatch):
     # Each machine may add up in its own way: here replicas differ in the last bits on purpose.
-    own = ddp._in_order
+    own = ddp._total
 
     def slightly_off(norms):
         return own(norms) * (1 + 2**-40 * replica())
 
-    monkeypatch.setattr(ddp, "_in_order", slightly_off)
+    monkeypatch.setattr(ddp, "_total", slightly_off)
     found = {}
     for cap in (1000.0, 0.0005):
         resilin.reset_job()

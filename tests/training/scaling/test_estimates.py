@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 
-from resilin.training.scaling.estimates import MeasureSchedule
+from resilin.engine.devices import Fetched
+from resilin.training.gradient.norms import Measured
+from resilin.training.scaling.estimates import MeasureSchedule, NoiseEstimates
 
 
 def test_the_schedule_of_measurements():
@@ -31,3 +34,74 @@ def test_the_schedule_of_measurements():
             MeasureSchedule(bad)
     with pytest.raises(ValueError, match=r"stats_budget \(0.1\) is for .*'auto', which is 3"):
         MeasureSchedule(3, 0.1)
+
+
+def measured(*norms, num=2):
+    return Measured(Fetched(torch.tensor(norms, dtype=torch.float64)), weight=8.0, num=num)
+
+
+def estimates(*steps):
+    """Estimates after these steps: what each has measured, and the scale of its gradients."""
+    made = NoiseEstimates(1, MeasureSchedule(1))
+    for noise, scale in steps:
+        made.take_in()
+        fetched = None if scale is None else Fetched(torch.tensor([scale]))
+        made.expect(noise, weight=8.0, gradient_scale=fetched, reference=4.0, total_steps=100.0)
+    return made
+
+
+def test_a_step_is_taken_in_by_the_next_one():
+    one = estimates((measured(3.0, 1.0), None))
+    assert one.group_noise == [None]
+    assert one.newest()[0].sqr_norm > 0
+    assert one.group_noise == [None]  # who looks changes nothing
+    newest = one.newest()
+    one.take_in()
+    assert one.group_noise == one.newest() == newest
+
+
+def test_what_was_not_taken_in_yet_survives_in_the_state():
+    steps = [(measured(3.0, 1.0), None), (None, None), (measured(300.0, 50.0), 4.0)]
+    whole, resumed = estimates(*steps), NoiseEstimates(1, MeasureSchedule(1))
+    state = whole.state_dict()
+    assert state["unread"]["elapsed"] == 16.0
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert resumed.group_noise == whole.group_noise != whole.newest()
+    whole.take_in()
+    resumed.take_in()
+    assert resumed.group_noise == whole.group_noise
+    # A state from before there was such a measurement.
+    del state["unread"]
+    resumed.load_state_dict(state)
+    assert resumed.newest() == resumed.group_noise
+    with pytest.raises(ValueError, match="has 1 parameter groups, the optimizer has 2"):
+        NoiseEstimates(2, MeasureSchedule(1)).load_state_dict(whole.state_dict())
+
+
+def test_the_scale_of_gradients_does_not_reach_the_noise():
+    scaled, plain = (measured(300.0, 50.0), 10.0), (measured(3.0, 0.5), None)
+    assert estimates(scaled).newest()[0].trace == pytest.approx(estimates(plain).newest()[0].trace)
+
+
+@pytest.mark.parametrize(
+    "noise", [measured(np.inf, 1.0), measured(3.0, np.nan), measured(3.0, 1.0, num=1)]
+)
+def test_a_step_that_cannot_tell_counts_as_not_measured(noise):
+    good = (measured(3.0, 1.0), None)
+    with_it, without = estimates(good, (noise, None), good), estimates(good, (None, None), good)
+    assert with_it.newest() == without.newest()
+    assert with_it.state_dict()["unread"] == without.state_dict()["unread"]
+
+
+def test_a_failed_step_gives_back_what_it_took_in():
+    made = estimates((measured(3.0, 1.0), None))
+    before = made.state_dict()
+    mark = made.mark()
+    made.take_in()
+    made.expect(
+        measured(5.0, 2.0), weight=8.0, gradient_scale=None, reference=4.0, total_steps=None
+    )
+    assert made.state_dict() != before
+    made.go_back(mark)
+    assert made.state_dict() == before

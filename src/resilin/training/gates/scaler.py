@@ -10,6 +10,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from resilin.compat.python_names import frame_of_caller
+from resilin.compat.torch_names import scale_of
+from resilin.engine.devices import Fetched
 from resilin.training.gates.patch import Patch
 
 _FRAMES = 8
@@ -98,9 +100,14 @@ class ScalerGate:
 
         self._patch = Patch(scaler, {"unscale_": unscale_, "step": step, "update": update})
 
-    def scale(self) -> float:
-        """The factor on all gradients until they are unscaled."""
-        return float(self.scaler.get_scale()) if self.scaler.is_enabled() else 1.0
+    def scale(self) -> Fetched | None:
+        """The factor on all gradients until they are unscaled; None for 1.
+
+        `get_scale` would make the host wait for the device.
+        """
+        scale = scale_of(self.scaler) if self.scaler.is_enabled() else None
+        # A copy: the scaler updates its own in place.
+        return None if scale is None else Fetched(scale.detach().reshape(1).clone())
 
     def remove(self) -> None:
         """Gives the scaler its own methods back."""

@@ -1,8 +1,9 @@
 """The reducer of several replicas, through DistributedDataParallel and its communication hook.
 
 Only the last micro-batch of a replica synchronises. Its buckets are reduced while the backward pass
-runs, and one ballot follows the last of them. A replica that has no backward pass to run takes part
-in the same collectives with zeros, so that nobody waits for it.
+runs, and one ballot follows the last of them; there, all reductions are waited for. DDP gets each
+bucket back at once, so nothing is called when a reduction ends. A replica that has no backward pass
+to run takes part in the same collectives with zeros, so that nobody waits for it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,22 @@ from resilin.compat.torch_names import (
     set_reduces,
     wrap_outputs,
 )
+from resilin.engine.devices import Fetched
 from resilin.training.gradient.accumulation import Accumulation
-from resilin.training.gradient.norms import GroupNorms
 from resilin.training.gradient.open_step import OpenStep, Share
-from resilin.training.gradient.reducer import Model, copy_from
+from resilin.training.gradient.reducer import Model, copy_from, fetch_norms
 from resilin.training.gradient.timing import Stopwatch
+
+
+class _Sent(NamedTuple):
+    """A bucket that is being reduced."""
+
+    work: dist.Work
+    buffer: Tensor
+    parameters: Sequence[Tensor]
+    """Parameters of its gradients; empty if its norm needs no such distinction."""
+    grads: Sequence[Tensor]
+    """Its gradients, likewise."""
 
 
 @dataclass(slots=True)
@@ -40,12 +52,14 @@ class _Reduction:
     """Whether a bucket was sent."""
     divisor: float = 1.0
     """Total weight that all replicas divide by."""
-    before: dict[int, Tensor] = field(default_factory=dict)
+    sent: list[_Sent] = field(default_factory=list)
+    """Buckets in the order in which they were sent."""
+    before: list[Tensor] = field(default_factory=list)
     """Squared norms of this replica's share, by bucket."""
-    after: dict[int, Tensor] = field(default_factory=dict)
+    after: list[Tensor] = field(default_factory=list)
     """Squared norms of the sum over all replicas, by bucket."""
     watch: Stopwatch = field(default_factory=Stopwatch)
-    """Time spent on the norms before the reduction."""
+    """Time spent on norms."""
 
 
 class DdpReducer:
@@ -194,39 +208,58 @@ class DdpReducer:
     # DDP's hook ----------------------------------------------------------------------------
 
     def _reduce_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        step, now, norms, buffer = self._step, self._now, self._model.norms, bucket.buffer()
-        if not step.reduces:
+        buffer: Tensor = bucket.buffer()
+        if self._step.reduces:
+            self._send_bucket(bucket, buffer)
+            if bucket.is_last():
+                self._send_ballot()
+                self._await_buckets()
+        else:
             # Armed by a forward pass that was given up: not yet, and never in part.
             self._armed = False
-            as_it_is: torch.futures.Future[Tensor] = torch.futures.Future()
-            as_it_is.set_result(buffer)
-            return as_it_is
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(buffer)
+        return future
+
+    def _send_bucket(self, bucket: Any, buffer: Tensor) -> None:
+        now = self._now
         if not now.begun:
             now.begun = True
-            now.divisor = self._choose_divisor(buffer)
-        measure, index = step.measure, bucket.index()
-        self._weigh(bucket)
-        parameters: Sequence[Tensor] = bucket.parameters() if measure else ()
-        grads: Sequence[Tensor] = bucket.gradients() if measure else ()
-        if measure:
+            now.divisor = self._choose_divisor()
+        self._weigh(bucket, buffer)
+        parameters: Sequence[Tensor] = ()
+        grads: Sequence[Tensor] = ()
+        if self._step.measure:
+            norms = self._model.norms
             with now.watch:
-                now.before[index] = norms.of(parameters, grads, buffer)
-        future = dist.all_reduce(buffer, group=self.group, async_op=True).get_future()
-        if bucket.is_last():
-            step.computed()
-            step.send(self._share(norms, buffer), self.group)
+                if not norms.one_group:
+                    parameters, grads = bucket.parameters(), bucket.gradients()
+                now.before.append(norms.of(parameters, grads, buffer))
+        work = dist.all_reduce(buffer, group=self.group, async_op=True)
+        now.sent.append(_Sent(work, buffer, parameters, grads))
 
-        def reduced(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-            tensor = done.value()[0]
-            if measure:
-                # In a thread of the backend, one of several: each bucket has a place of its own.
-                now.after[index] = norms.of(parameters, grads, tensor)
-            return tensor
+    def _send_ballot(self) -> None:
+        step, now = self._step, self._now
+        step.computed()
+        share = Share(
+            divisor=now.divisor,
+            num_gradients=int(step.own_weight > 0),
+            # The norms after the reduction are still to come, and cost as much again.
+            seconds=2 * now.watch.seconds,
+        )
+        step.send(share)
 
-        result: torch.futures.Future[Tensor] = future.then(reduced)
-        return result
+    def _await_buckets(self) -> None:
+        """Waits for all reductions: the host if it is the one that reduces, else the device."""
+        now, norms = self._now, self._model.norms
+        for sent in now.sent:
+            sent.work.wait()
+            if self._step.measure:
+                now.after.append(norms.of(sent.parameters, sent.grads, sent.buffer))
+        # DDP may replace the buckets before the next step.
+        now.sent.clear()
 
-    def _choose_divisor(self, like: Tensor) -> float:
+    def _choose_divisor(self) -> float:
         """The total weight, or a guess of it in steps in which nobody knows it beforehand.
 
         That of the step before is the best guess: while batches stay as they are, nothing needs a
@@ -234,15 +267,13 @@ class DdpReducer:
         """
         guess = self._weight_before
         if self._half or not guess:
-            weight = torch.tensor([self._step.own_weight], dtype=torch.float64, device=like.device)
-            dist.all_reduce(weight, group=self.group)
-            guess = weight.item() or 1.0
+            guess = self._step.sum_of_weights()
         total = self._step.total
         return (guess if total is None else total) or 1.0
 
-    def _weigh(self, bucket: Any) -> None:
+    def _weigh(self, bucket: Any, buffer: Tensor) -> None:
         """Turns a bucket into this replica's share of the mean gradient, in place."""
-        buffer, held = bucket.buffer(), self._sum.held
+        held = self._sum.held
         if self._step.empty:
             buffer.zero_()
             return
@@ -257,43 +288,26 @@ class DdpReducer:
                     grad.add_(held[parameter])
         buffer.mul_(self._sum.unit / self._now.divisor)
 
-    def _share(self, norms: GroupNorms, like: Tensor) -> Share:
-        """Report of this replica about its share, once all of its buckets are sent."""
-        now, weight = self._now, self._step.own_weight
-        if self._step.measure and weight:
-            terms = _in_order(now.before) * (now.divisor * now.divisor / weight)
-        else:
-            terms = torch.zeros(norms.num_groups, dtype=torch.float64, device=like.device)
-        return Share(
-            divisor=now.divisor,
-            num_gradients=int(weight > 0),
-            terms=terms,
-            # The norms after the reduction are still to come, and cost as much again.
-            seconds=2 * now.watch.seconds,
-        )
-
     # After the reduction -------------------------------------------------------------------
 
-    def rescale(self, weight: float) -> list[float] | None:
+    def rescale(self, weight: float) -> Fetched | None:
         """Corrects the guess of the total weight, if it was one."""
+        now, own = self._now, self._step.own_weight
         self._weight_before = weight
-        correction = self._now.divisor / weight
+        correction = now.divisor / weight
         self._model.parameters.scale_grads(correction)
         if not self._step.measure:
             return None
-        assert self.group is not None
-        norms = _in_order(self._now.after)
-        # Replicas have the same gradient, but machines may add up its squares in different orders.
-        dist.broadcast(norms, dist.get_global_rank(self.group, 0), group=self.group)
-        squares: list[float] = (norms * (correction * correction)).tolist()
-        return squares
+        terms = _total(now.before) * (now.divisor * now.divisor / own if own else 0.0)
+        means = _total(now.after) * (correction * correction)
+        return fetch_norms(terms, means, self.group)
 
 
-def _in_order(norms: dict[int, Tensor]) -> Tensor:
-    """The sum over buckets, always in the same order."""
-    total = norms[min(norms)].clone()
-    for index in sorted(norms)[1:]:
-        total += norms[index]
+def _total(norms: Sequence[Tensor]) -> Tensor:
+    """The sum over buckets, which all replicas send in the same order."""
+    total = norms[0]
+    for more in norms[1:]:
+        total = total + more
     return total
 
 

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from resilin.compat.torch_names import interpolate_all
+from resilin.engine.devices import Fetched
 from resilin.training.gradient.accumulation import Accumulation
 from resilin.training.gradient.open_step import OpenStep, Share
-from resilin.training.gradient.reducer import Model
+from resilin.training.gradient.reducer import Model, fetch_norms
 from resilin.training.gradient.timing import Stopwatch
 
 
@@ -45,7 +46,7 @@ class LocalReducer:
         self._sum.begin_step(step)
         self._mean: dict[Tensor, Tensor] = {}
         self._mean_weight = 0.0
-        self._mean_norms: list[float] | None = None
+        self._mean_norms: Tensor | None = None
         self._terms: Tensor | None = None
         self._num_measured = 0
         self._watch = Stopwatch()
@@ -102,10 +103,9 @@ class LocalReducer:
         share = Share(
             divisor=self._step.weight,
             num_gradients=self._num_measured,
-            terms=self._terms,
             seconds=self._watch.seconds,
         )
-        self._step.send(share, None)
+        self._step.send(share)
 
     def _end_last(self, *, trained: bool) -> None:
         if not self._num_measured:
@@ -116,14 +116,14 @@ class LocalReducer:
         with self._watch:
             for parameter, grad in self._mean.items():
                 parameter.grad = grad
-            norms = self._model.norms.of(list(self._mean), list(self._mean.values()))
-            self._mean_norms = norms.tolist()
+            self._mean_norms = self._model.norms.of(list(self._mean), list(self._mean.values()))
 
-    def rescale(self, weight: float) -> list[float] | None:
+    def rescale(self, weight: float) -> Fetched | None:
         """Divides the sum by its weight; a running mean is one already."""
-        if self._mean_norms is None:
+        if self._mean_norms is None or self._terms is None:
             self._model.parameters.scale_grads(self._sum.unit / weight)
-        return self._mean_norms
+            return None
+        return fetch_norms(self._terms, self._mean_norms, None)
 
     def abandon(self) -> None:
         """Removes a gradient of which a part is not in `.grad`."""

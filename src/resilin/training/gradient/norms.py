@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from resilin.compat.torch_names import norms_of_all
 from resilin.core.noise import NoiseSample, from_sums
 from resilin.engine import devices
+from resilin.engine.devices import Fetched
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -56,8 +57,10 @@ class GroupNorms:
 
     def update(self, parameters: Iterable[Tensor]) -> None:
         """Takes over which of the parameters are trained now."""
+        self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         trained = [p for p in parameters if p.requires_grad]
-        self._one_group = self.num_groups == 1 and all(p in self._group for p in trained)
+        self.one_group = self.num_groups == 1 and all(p in self._group for p in trained)
+        """Whether all of them are in one group, so that a flat tensor of them is read in one go."""
 
     def of(
         self, parameters: Sequence[Tensor], grads: Sequence[Tensor], flat: Tensor | None = None
@@ -69,30 +72,56 @@ class GroupNorms:
             grads: Their gradients.
             flat: All of the gradients as one tensor, if there is one: then it is read in one go.
         """
-        if flat is not None and self._one_group:
+        if flat is not None and self.one_group:
             return sqr_norms([flat])
         if not grads:
             return torch.zeros(self.num_groups, dtype=torch.float64)
         norms = sqr_norms(grads)
-        if self._one_group:
+        if self.one_group:
             return norms.sum().reshape(1)
-        groups = [self._group.get(parameter, self.num_groups) for parameter in parameters]
         sums = norms.new_zeros(self.num_groups + 1)
-        return sums.index_add_(0, torch.tensor(groups, device=norms.device), norms)[:-1]
+        return sums.index_add_(0, self._index(parameters, norms.device), norms)[:-1]
+
+    def _index(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
+        """The groups of these parameters, on their device."""
+        groups = tuple(self._group.get(p, self.num_groups) for p in parameters)
+        index = self._indices.get((groups, device))
+        if index is None:
+            # Kept: to copy it would make the host wait for the device, in each step.
+            index = self._indices[groups, device] = torch.tensor(groups, device=device)
+        return index
 
 
-def noise_samples(
-    weight: float, num: int, terms: Sequence[float], means: Sequence[float]
-) -> tuple[NoiseSample, ...] | None:
-    """Noise per parameter group; None if there is only one gradient."""
-    if num < 2:
-        return None
-    return tuple(
-        from_sums(
-            batch_size=weight,
-            num_micro_batches=num,
-            weighted_sqr_norm=term / weight,
-            mean_sqr_norm=mean,
+class Measured:
+    """Noise of one step that was measured: the numbers may still be on the device.
+
+    Reading them right away would make the host wait for the device. A step later the device has
+    long passed them, and other work is queued for it.
+
+    Args:
+        norms: Weighted squared norms of the measured gradients per parameter group, and after
+            them those of their mean.
+        weight: Weight of all micro-batches of the step.
+        num: Number of gradients that were measured.
+    """
+
+    def __init__(self, norms: Fetched, *, weight: float, num: int) -> None:
+        self._norms = norms
+        self._weight = weight
+        self._num = num
+
+    def read(self) -> tuple[NoiseSample, ...] | None:
+        """Noise per parameter group; None if there is only one gradient. Waits if it must."""
+        if self._num < 2:
+            return None
+        norms = self._norms.read()
+        groups = len(norms) // 2
+        return tuple(
+            from_sums(
+                batch_size=self._weight,
+                num_micro_batches=self._num,
+                weighted_sqr_norm=term / self._weight,
+                mean_sqr_norm=mean,
+            )
+            for term, mean in zip(norms[:groups], norms[groups:], strict=True)
         )
-        for term, mean in zip(terms, means, strict=True)
-    )

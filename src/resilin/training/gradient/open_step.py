@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from resilin.training.ballot import Ballot, Head
 from resilin.training.gradient.parameters import Parameters
@@ -23,12 +23,6 @@ class Share:
     """Total weight that its gradient was divided by; the same on all replicas."""
     num_gradients: int = 0
     """Gradients that were measured separately; 0 if it has no samples."""
-    terms: Tensor | None = None
-    """Their squared norms per parameter group, each by its weight, added up, in float64.
-
-    Where there are other replicas, zeros if nothing was measured. It is on the device that
-    collectives need.
-    """
     seconds: float = 0.0
     """Time that measuring takes in the whole step."""
 
@@ -38,6 +32,7 @@ class OpenStep:
 
     __slots__ = (
         "_ballot",
+        "_group",
         "_parameters",
         "_sync",
         "backwards",
@@ -52,9 +47,16 @@ class OpenStep:
         "weight",
     )
 
-    def __init__(self, parameters: Parameters, ballot: Ballot, sync: SyncTimer) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        ballot: Ballot,
+        group: dist.ProcessGroup | None,
+        sync: SyncTimer,
+    ) -> None:
         self._parameters = parameters
         self._ballot = ballot
+        self._group = group
         self._sync = sync
         self.start = _IDLE
         """Facts that were known when it began."""
@@ -118,12 +120,17 @@ class OpenStep:
         """Marks the moment at which this replica has computed all of its gradient."""
         self._sync.computed()
 
-    def send(self, share: Share, group: dist.ProcessGroup | None) -> None:
-        """Sends the ballot of the step, once.
+    def sum_of_weights(self) -> float:
+        """Adds up the weights of all replicas, and waits for it. Collective."""
+        total = torch.tensor([self.own_weight], dtype=torch.float64)
+        dist.all_reduce(total, group=self._group)
+        return total.item()
+
+    def send(self, share: Share) -> None:
+        """Sends the ballot of the step to all replicas, once.
 
         Args:
             share: This replica's part of the reduction.
-            group: The replicas; None if there is only this one.
         """
         start, empty = self.start, self.empty
         head = Head(
@@ -138,7 +145,7 @@ class OpenStep:
             changes=float(self.changes),
             signature=float(self._parameters.signature),
         )
-        self._ballot.send(head, share.terms, group)
+        self._ballot.send(head, self._group)
 
     # For the step --------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from resilin.core.noise import NoiseSample
+from resilin.training.gradient.norms import Measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +41,8 @@ class Reduced:
     """Weight of all micro-batches that had a backward pass, over all replicas."""
     samples: int
     """Samples in them."""
-    noise: tuple[NoiseSample, ...] | None = None
-    """Noise per parameter group; None if the step was not measured or cannot tell."""
+    noise: Measured | None = None
+    """Noise per parameter group, to be read in a later step; None if it was not measured."""
     cost: float = 0.0
     """Time that measuring took, as a fraction of the step; a mean over the replicas."""
     skipped: bool = False

@@ -13,8 +13,9 @@ In one step, the calls of a replica are, in this order:
 
 A micro-batch may have no forward pass, or several. Where the loop leaves one out,
 `end_micro_batch` or `finish` come with `trained=False`: the collectives of the others have to be
-matched even then. A reducer calls `step.send(share, group)` exactly once in each step that ends
-in `finish`, at the moment that suits its own collectives, and at the latest there.
+matched even then. A reducer calls `step.send(share)` exactly once in each step that ends in
+`finish`, at the moment that suits its own collectives, and at the latest there. None of its methods
+reads a tensor on the device: the host would wait for it, in each step.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from resilin.compat.torch_names import ignored_by_ddp
+from resilin.engine.devices import Fetched
 from resilin.training.gradient.norms import GroupNorms
 from resilin.training.gradient.open_step import OpenStep
 from resilin.training.gradient.parameters import Parameters
@@ -110,12 +112,11 @@ class Reducer(Protocol):
         """
         ...
 
-    def rescale(self, weight: float) -> list[float] | None:
+    def rescale(self, weight: float) -> Fetched | None:
         """Makes `.grad` the mean, given the weight of all micro-batches of all replicas.
 
         Returns:
-            Squared norms of the mean per parameter group, the same bits on all replicas; None if
-            the step is not measured.
+            Norms of the step, as `fetch_norms` returns them; None if it is not measured.
         """
         ...
 
@@ -178,3 +179,23 @@ def copy_from(source: int, model: Model, group: dist.ProcessGroup) -> None:
         dist.broadcast(raw, rank, group=group)
         if dense is not tensor:
             tensor.copy_(dense)
+
+
+def fetch_norms(terms: Tensor, means: Tensor, group: dist.ProcessGroup | None) -> Fetched:
+    """Adds up norms over all replicas, and starts to bring them to the host. Collective.
+
+    Args:
+        terms: Weighted squared norms per parameter group of this replica's measured gradients.
+        means: Squared norms per parameter group of the mean gradient, which all replicas have.
+        group: The replicas, as the gradient is reduced in; None if there is only this one.
+
+    Returns:
+        The terms, and after them the means, the same bits on all replicas.
+    """
+    if group is None:
+        return Fetched(torch.cat([terms, means]))
+    if dist.get_rank(group) > 0:
+        # Machines may add up the same squares in different orders: those of replica 0 count.
+        means = torch.zeros_like(means)
+    norms = torch.cat([terms, means])
+    return Fetched(norms, dist.all_reduce(norms, group=group, async_op=True))

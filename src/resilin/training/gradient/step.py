@@ -22,7 +22,7 @@ from resilin.engine.base import Engine
 from resilin.training.ballot import Ballot
 from resilin.training.gradient import refusals
 from resilin.training.gradient.calls import Calls
-from resilin.training.gradient.norms import GroupNorms, noise_samples
+from resilin.training.gradient.norms import GroupNorms, Measured
 from resilin.training.gradient.open_step import OpenStep
 from resilin.training.gradient.parameters import Parameters
 from resilin.training.gradient.records import Part, Reduced, StepStart
@@ -65,11 +65,12 @@ class StepGradient:
         self.sync = SyncTimer(place)
         """Time that steps wait for their reduction."""
         self._reducer: Reducer = attached(self._model, engine.gradient_group(), joined=False)
+        self._host_group = engine.host_group()
         self._reset()
 
     def _reset(self) -> None:
         """Makes the record of the next step. Gradients are left as they are."""
-        self.step = OpenStep(self._model.parameters, self._ballot, self.sync)
+        self.step = OpenStep(self._model.parameters, self._ballot, self._host_group, self.sync)
         """The step under way, or the one to come."""
         self._reducer.begin_step(self.step)
         self._ballot.forget()
@@ -170,6 +171,7 @@ class StepGradient:
             self._reducer.attach(group, source=None)
         else:
             self._reducer = attached(self._model, group, joined=True)
+            self._host_group = self._engine.host_group()
         self._reset()
 
     def _end_micro_batch(self) -> None:
@@ -298,16 +300,15 @@ class StepGradient:
 
     def _complete(self) -> Reduced:
         """Makes `.grad` the mean, by what all replicas say of their parts."""
-        sums = self._ballot.sums()
-        head = sums.head
+        head = self._ballot.sums()
         if head.skips:
             self._model.parameters.clear_grads()
             return _SKIPPED
         if not head.weight:
             raise RuntimeError(refusals.WEIGHTLESS)
-        noise, means = None, self._reducer.rescale(head.weight)
-        if means is not None:
-            noise = noise_samples(head.weight, round(head.gradients), sums.terms, means)
+        noise, norms = None, self._reducer.rescale(head.weight)
+        if norms is not None:
+            noise = Measured(norms, weight=head.weight, num=round(head.gradients))
         return Reduced(
             weight=head.weight,
             samples=round(head.samples),

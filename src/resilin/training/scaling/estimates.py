@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any, Literal, NamedTuple
 
 from resilin.core import _validate, time_share
 from resilin.core.noise import Noise, NoiseAverage, NoiseSample, default_horizon
+from resilin.engine.devices import Fetched
+from resilin.training.gradient.norms import Measured
 
 
 class MeasureSchedule:
@@ -76,16 +78,78 @@ class MeasureSchedule:
         self._since, self._measured = int(state["since"]), int(state["measured"])
 
 
+class Unread(NamedTuple):
+    """A measured step whose numbers may still be on the device."""
+
+    noise: Measured | Known
+    """Noise per parameter group."""
+    gradient_scale: Fetched | None
+    """Factor on the gradients, as that of a GradScaler; None for 1."""
+    elapsed: float
+    """Weight of the batches since the measurement before, with that of this step."""
+    horizon: float
+    """Horizon of the averages, if these begin with it."""
+
+    def samples(self) -> tuple[NoiseSample, ...] | None:
+        """Noise per parameter group; None if it is unknown or not finite. Waits if it must."""
+        samples = self.noise.read()
+        if samples is None:
+            return None
+        if self.gradient_scale is not None:
+            # The loss scale multiplies gradients; it must not reach the noise.
+            unscale = self.gradient_scale.read()[0] ** -2
+            samples = tuple(
+                replace(s, sqr_norm=s.sqr_norm * unscale, trace=s.trace * unscale) for s in samples
+            )
+        if not all(math.isfinite(s.sqr_norm) and math.isfinite(s.trace) for s in samples):
+            return None
+        return samples
+
+
+class Known(NamedTuple):
+    """Noise of a measured step that was read before, as from a checkpoint."""
+
+    value: tuple[NoiseSample, ...] | None
+
+    def read(self) -> tuple[NoiseSample, ...] | None:
+        """Noise per parameter group; None if it is unknown."""
+        return self.value
+
+
+class Averages(NamedTuple):
+    """Averages over the measured steps, and how much was trained since the last one."""
+
+    groups: tuple[NoiseAverage, ...] | None = None
+    """One for each parameter group; None before the first measurement."""
+    unmeasured: float = 0.0
+    """Weight of the batches since then."""
+
+    def take_in(self, unread: Unread) -> Averages:
+        """The averages with one more step."""
+        samples = unread.samples()
+        if samples is None:
+            return Averages(self.groups, self.unmeasured + unread.elapsed)
+        groups = self.groups or (NoiseAverage(horizon=unread.horizon),) * len(samples)
+        updated = tuple(
+            average.update(sample, elapsed=unread.elapsed)
+            for average, sample in zip(groups, samples, strict=True)
+        )
+        return Averages(updated, self.unmeasured)
+
+
 class Mark(NamedTuple):
     """The estimates at one moment."""
 
-    averages: list[NoiseAverage] | None
-    unmeasured: float
+    averages: Averages
+    unread: Unread | None
     interval: int
 
 
 class NoiseEstimates:
     """Averages of the measured noise, and the schedule by which it is measured.
+
+    What a step has measured is taken in by the next one, on all replicas alike: only then nobody
+    has to wait for the device.
 
     Args:
         num_groups: Parameter groups of the optimizer.
@@ -98,8 +162,8 @@ class NoiseEstimates:
         """Selects the steps that are measured."""
         self._adaptive = adaptive
         self._num_groups = num_groups
-        self._averages: list[NoiseAverage] | None = None
-        self._unmeasured = 0.0
+        self._averages = Averages()
+        self._unread: Unread | None = None
 
     def due(self, *, autoscaled: bool, split_at: float | None = None) -> bool:
         """Whether the next step is to be measured.
@@ -118,61 +182,76 @@ class NoiseEstimates:
 
     @property
     def group_noise(self) -> list[Noise | None]:
-        """Noise of each parameter group's gradient; None until it was measured."""
-        if self._averages is None:
-            return [None] * self._num_groups
-        return [average.noise for average in self._averages]
+        """Noise of each parameter group's gradient before the last step; None until measured."""
+        return self._noise(self._averages)
 
-    def take_in(
+    def newest(self) -> list[Noise | None]:
+        """The same with the last step in it. Waits for the device if that was measured."""
+        if self._unread is None:
+            return self.group_noise
+        return self._noise(self._averages.take_in(self._unread))
+
+    def _noise(self, averages: Averages) -> list[Noise | None]:
+        if averages.groups is None:
+            return [None] * self._num_groups
+        return [average.noise for average in averages.groups]
+
+    def take_in(self) -> None:
+        """Takes in what the step before has measured, if it has."""
+        if self._unread is not None:
+            self._averages = self._averages.take_in(self._unread)
+            self._unread = None
+
+    def expect(
         self,
-        samples: Sequence[NoiseSample] | None,
+        noise: Measured | None,
         *,
         weight: float,
-        gradient_scale: float,
+        gradient_scale: Fetched | None,
         reference: float,
         total_steps: float | None,
     ) -> None:
-        """Takes in what one step has measured. Samples that are not finite are left out.
+        """Keeps what this step has measured, for the next one to take in.
 
         Args:
-            samples: Noise per group; None if the step was not measured.
+            noise: Noise per group; None if the step was not measured.
             weight: Weight of the step's batch.
-            gradient_scale: What gradients were multiplied by, as by a GradScaler.
+            gradient_scale: What gradients were multiplied by, as by a GradScaler; None for 1.
             reference: The reference batch in the units of the weight.
             total_steps: Length of the run in reference steps, if known.
         """
-        self._unmeasured += weight
-        if samples is None:
+        assert self._unread is None
+        groups, unmeasured = self._averages
+        if noise is None:
+            self._averages = Averages(groups, unmeasured + weight)
             return
-        unscale = gradient_scale**-2
-        samples = [
-            replace(s, sqr_norm=s.sqr_norm * unscale, trace=s.trace * unscale) for s in samples
-        ]
-        if not all(math.isfinite(s.sqr_norm) and math.isfinite(s.trace) for s in samples):
-            return
-        if self._averages is None:
-            horizon = default_horizon(reference, total_steps)
-            self._averages = [NoiseAverage(horizon=horizon) for _ in samples]
-        self._averages = [
-            average.update(sample, elapsed=self._unmeasured)
-            for average, sample in zip(self._averages, samples, strict=True)
-        ]
-        self._unmeasured = 0.0
+        self._averages = Averages(groups)
+        horizon = default_horizon(reference, total_steps)
+        self._unread = Unread(noise, gradient_scale, unmeasured + weight, horizon)
 
     def mark(self) -> Mark:
         """The present averages and interval, to go back to."""
-        return Mark(self._averages, self._unmeasured, self.schedule.interval)
+        return Mark(self._averages, self._unread, self.schedule.interval)
 
     def go_back(self, mark: Mark) -> None:
         """Forgets what was taken in since this mark."""
-        self._averages, self._unmeasured, self.schedule.interval = mark
+        self._averages, self._unread, self.schedule.interval = mark
 
     def state_dict(self) -> dict[str, Any]:
-        """Averages and schedule, for checkpoints."""
-        averages = None if self._averages is None else [a.state() for a in self._averages]
+        """Averages, the last measurement and schedule, for checkpoints. Waits for the device."""
+        groups, unmeasured = self._averages
+        unread = None
+        if self._unread is not None:
+            samples = self._unread.samples()
+            unread = {
+                "samples": None if samples is None else [asdict(s) for s in samples],
+                "elapsed": self._unread.elapsed,
+                "horizon": self._unread.horizon,
+            }
         return {
-            "averages": averages,
-            "unmeasured": self._unmeasured,
+            "averages": None if groups is None else [a.state() for a in groups],
+            "unmeasured": unmeasured,
+            "unread": unread,
             "schedule": self.schedule.state_dict(),
         }
 
@@ -182,14 +261,20 @@ class NoiseEstimates:
         Raises:
             ValueError: It belongs to an optimizer with another number of parameter groups.
         """
-        averages = state["averages"]
-        if averages is not None and len(averages) != self._num_groups:
-            raise ValueError(
-                f"the saved noise has {len(averages)} parameter groups, the optimizer has "
-                f"{self._num_groups}"
-            )
-        self._averages = (
-            None if averages is None else [NoiseAverage.from_state(a) for a in averages]
+        averages, unread = state["averages"], state.get("unread")
+        samples = None if unread is None else unread["samples"]
+        for saved in (averages, samples):
+            if saved is not None and len(saved) != self._num_groups:
+                raise ValueError(
+                    f"the saved noise has {len(saved)} parameter groups, the optimizer has "
+                    f"{self._num_groups}"
+                )
+        self._averages = Averages(
+            None if averages is None else tuple(NoiseAverage.from_state(a) for a in averages),
+            float(state["unmeasured"]),
         )
-        self._unmeasured = float(state["unmeasured"])
+        self._unread = None
+        if unread is not None:
+            known = None if samples is None else tuple(NoiseSample(**s) for s in samples)
+            self._unread = Unread(Known(known), None, unread["elapsed"], unread["horizon"])
         self.schedule.load_state_dict(state["schedule"])

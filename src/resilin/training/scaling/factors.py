@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from resilin.core.noise import Noise, gain
 from resilin.core.rules import Factors, ScalingRule, group_factors, total_noise
+from resilin.engine.devices import Fetched
 from resilin.training.gradient.records import Reduced
 from resilin.training.records import MicroBatch
 from resilin.training.scaling.estimates import NoiseEstimates
@@ -63,7 +64,7 @@ class StepScaling:
 
     @property
     def group_noise(self) -> list[Noise | None]:
-        """Noise of each parameter group's gradient."""
+        """Noise of each parameter group's gradient that the last step was made with."""
         return self.estimates.group_noise
 
     @property
@@ -74,7 +75,10 @@ class StepScaling:
     @property
     def sample_noise(self) -> Noise | None:
         """The noise per sample, also if batches are weighted by something else."""
-        noise = self.noise
+        return self.per_sample(self.noise)
+
+    def per_sample(self, noise: Noise | None) -> Noise | None:
+        """This noise per sample."""
         if noise is None:
             return None
         return replace(noise, trace=noise.trace / self.reference.per_sample())
@@ -90,12 +94,17 @@ class StepScaling:
     def predict_gain(self, scale: float) -> float:
         """The gain that a step at this scale would have now."""
         reference = self.reference.weight(self.reference.per_sample())
-        return gain(self.noise, scale * reference, reference)
+        return gain(total_noise(self.estimates.newest()), scale * reference, reference)
 
     # One step ------------------------------------------------------------------------------
 
     def prepare(
-        self, reduced: Reduced, micro: MicroBatch | None, *, measured: bool, gradient_scale: float
+        self,
+        reduced: Reduced,
+        micro: MicroBatch | None,
+        *,
+        measured: bool,
+        gradient_scale: Fetched | None,
     ) -> None:
         """Turns a complete gradient into gain and factors; once per step.
 
@@ -103,7 +112,7 @@ class StepScaling:
             reduced: The result of the reduction.
             micro: The last micro-batch of the step; None if it came from another loader.
             measured: Whether the noise was measured in it.
-            gradient_scale: Factor on all gradients, such as that of a GradScaler.
+            gradient_scale: Factor on all gradients, such as that of a GradScaler; None for 1.
         """
         self.prepared = reduced
         self._before = self.last, self.estimates.mark()
@@ -113,10 +122,10 @@ class StepScaling:
             # Less where the loop has left micro-batches out.
             scale = micro.scale * (samples / micro.samples)
         reference = self.reference.weight(reduced.weight / samples)
-        self.estimates.take_in(
+        self.estimates.take_in()
+        self.estimates.expect(
             reduced.noise,
             weight=reduced.weight,
-            # The loss scale multiplies gradients; it must not reach the noise.
             gradient_scale=gradient_scale,
             reference=reference,
             total_steps=self._timeline.total_steps,
