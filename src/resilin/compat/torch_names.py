@@ -273,6 +273,7 @@ def keep_from_tracing(package: str) -> None:
 
     It treats its own DistributedDataParallel like that. Without this, a model that is compiled
     from outside would have our bookkeeping traced, function by function.
+    For callers that have an optimizer: torch has loaded its compiler by then.
     """
     _NOT_TRACED.find()(package)
 

@@ -155,7 +155,6 @@ class AdaptiveDataParallel(nn.Module):
         )
         self._trained.gate(model, clocked, scaler)
         job.trained = self._trained
-        # An optimizer was made, so torch has loaded its compiler already.
         keep_from_tracing("resilin")
         job.voters.append(self._check)
         self._register(clocked or lr_scheduler, scaler, handed_over=lr_scheduler)
