@@ -176,7 +176,7 @@ struct Copy {
 std::mutex queue_lock;
 std::vector<Copy> under_way;
 int64_t last_number = 0;
-std::atomic<int64_t> lag{0};
+std::atomic<int64_t> lag{0}, delay{0};
 
 void complete(int64_t number) {
   std::vector<Copy> done;
@@ -520,7 +520,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       return true;
     }
     auto* mark = static_cast<Mark*>(event);
-    const bool passed = mark->asked++ >= lag;
+    const bool passed = mark->asked++ >= lag && ticks - mark->tick >= delay;
     tell("query", passed ? "event: passed" : "event: not yet", ticks - mark->tick);
     if (passed) {
       complete(mark->number);
@@ -620,4 +620,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("hide", [](int by) { unseen += by; });
   module.def("tick", [] { ++ticks; });
   module.def("set_lag", [](int64_t queries) { lag = queries; });
+  module.def("set_delay", [](int64_t steps) { delay = steps; });
 }

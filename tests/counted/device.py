@@ -123,6 +123,10 @@ class Counted:
         """How many queries an event answers with False before it has passed."""
         self._native.set_lag(queries)
 
+    def set_delay(self, ticks: int) -> None:
+        """How many ticks the device is behind: younger events have not been passed."""
+        self._native.set_delay(ticks)
+
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
         """What this thread does in here is not noticed."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,8 +13,12 @@ from torch.utils.data import TensorDataset
 import resilin
 from tests.counted.device import Counted, Told
 
-WARM_UP = 4
-"""Steps before anything is counted: buckets, optimizer states and plans are made in them."""
+WARM_UP = 8
+"""Steps before anything is counted: buckets, optimizer states and plans are made in them.
+
+In steps 1, 2, 4, 8, 16, ... the contents of the gradient are compared as well (`gradient/seal.py`),
+which reads them. They are ever fewer, the only ones that read, and none of them is counted.
+"""
 STEPS = 6
 """Steps that are counted."""
 
@@ -40,6 +45,14 @@ class Setup:
     checkpoints: Path | None = None
     memory_every: int | None = None
 
+    def but(self, **changes: Any) -> Setup:
+        return replace(self, **changes)
+
+    def within(self, directory: Path) -> Setup:
+        """The same, with its directories in this one."""
+        places = {"events": self.events, "checkpoints": self.checkpoints}
+        return self.but(**{name: directory / at for name, at in places.items() if at is not None})
+
 
 @dataclass(frozen=True)
 class Run:
@@ -60,10 +73,14 @@ def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def train(counted: Counted, setup: Setup, replicas: int = 1) -> Run:
-    """Train for `WARM_UP + STEPS` steps."""
+    """Train for `WARM_UP + STEPS` steps.
+
+    While they are counted, the device is a step behind: what was queued in a step is not done
+    before the loop body of the next one begins.
+    """
     torch.manual_seed(0)
     batch = 8 * replicas * setup.micro_batches
-    inputs = torch.randn(batch * (WARM_UP + STEPS), 6)
+    inputs = torch.randn(4 * batch * (WARM_UP + STEPS + 1), 6)  # batches may grow
     data = TensorDataset(inputs, torch.randint(4, (len(inputs),)))
     net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)).to(counted.device)
     chosen = [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.02}]
@@ -84,13 +101,18 @@ def train(counted: Counted, setup: Setup, replicas: int = 1) -> Run:
     if setup.autoscale:
         loader.autoscale_batch_size(4 * batch, local_bsz_bounds=(2, 32))
     stats = resilin.Accumulator() if setup.accumulator else None
-    started = False
+    started, ticks = False, 0
     for _ in resilin.remaining_epochs_until(1):
         for x, y in loader:
+            if model.clock.steps == WARM_UP + STEPS:
+                break  # all that follows the last step, up to the next one, has been done
             if model.clock.steps >= WARM_UP and not started:
                 started = True
+                counted.set_delay(1)
                 counted.clear()
-            counted.tick()
+            if model.clock.steps > ticks:
+                ticks = model.clock.steps
+                counted.tick()
             x, y = pinned(x, counted.device), pinned(y, counted.device)
             if setup.tokens:
                 with model.weight(float(x.shape[0] + model.clock.steps % 3)):
@@ -108,8 +130,6 @@ def train(counted: Counted, setup: Setup, replicas: int = 1) -> Run:
                 resilin.record(loss=loss)
             if stats is not None:
                 stats["loss"] += loss * len(x)
-            if model.clock.steps == WARM_UP + STEPS - 1:
-                break
         told = counted.told()
         break
     with counted.unseen():

@@ -29,6 +29,9 @@ class Later:
         self.asked += 1
         return self.asked > 2
 
+    def synchronize(self):
+        self.asked = 2
+
     def elapsed_time(self, later):
         return 5.0
 
@@ -236,3 +239,25 @@ def test_another_accelerator_of_torch_has_its_events_and_pinned_memory(counted):
     devices.to_host([(target, torch.ones(2, device=counted.device))])
     assert target.tolist() == [1.0, 1.0]
     assert [told.what for told in counted.told()] == ["fetch", "wait"]
+
+
+@pytest.mark.world_size(1)
+def test_fetched_numbers_arrive_when_the_device_has_passed_their_event(counted):
+    source = torch.ones(2, device=counted.device)
+    counted.set_lag(2)
+    fetched = devices.Fetched(source)
+    source.fill_(5.0)
+    assert not fetched.arrived()
+    assert counted.told("read", "wait") == []
+    assert fetched.read() == [1.0, 1.0]
+    assert len(counted.told("wait")) == 1
+    later = devices.Fetched(source)
+    assert [later.arrived() for _ in range(3)] == [False, False, True]
+    assert later.read() == [5.0, 5.0]
+    assert counted.told("read") == []
+
+
+def test_fetched_numbers_of_the_host_are_there():
+    fetched = devices.Fetched(torch.ones(2))
+    assert fetched.arrived()
+    assert fetched.read() == [1.0, 1.0]

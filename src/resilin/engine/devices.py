@@ -71,12 +71,16 @@ class Fetched:
         else:
             self._host = tensor
 
+    def arrived(self) -> bool:
+        """Whether the device has come this far, and no reduction is under way."""
+        return self._work is None and (self._event is None or self._event.query())
+
     def read(self) -> list[float]:
         """The numbers, once the device has come this far."""
         if self._numbers is None:
             if self._work is not None:
                 self._work.wait()
-            if self._event is not None:
+            if self._event is not None and not self._event.query():
                 self._event.synchronize()
             self._numbers = self._host.tolist()
         return self._numbers
@@ -255,9 +259,9 @@ class Accelerator(Device):
 
     @property
     def backend(self) -> str:  # type: ignore[override]
-        """The backend that was registered for it; gloo if none was."""
-        known = torch.distributed.Backend.default_device_backend_map
-        return known.get(self.kind, "gloo")
+        """The one that was registered for it, with gloo for the host; gloo alone if none was."""
+        known = torch.distributed.Backend.default_device_backend_map.get(self.kind)
+        return "gloo" if known is None else f"cpu:gloo,{self.kind}:{known}"
 
     @property
     def _module(self) -> Any:

@@ -326,3 +326,23 @@ def test_model_and_loader_write_to_tensorboard_when_asked():
         ("data/accumulation_steps", 2): 3,
         ("data/replicas", 2): 1,
     }
+
+
+@pytest.mark.world_size(1)
+def test_a_tensor_of_a_device_is_told_when_the_device_has_passed_it(counted, told):
+    counted.set_lag(2)  # asked once per step: a report comes two steps after its step
+    model, optimizer, loader = make()
+    steps, before = [], []
+
+    def each(loss):
+        steps.append(model.clock.steps)
+        before.append(len(of(StepEvent, told)))
+        resilin.record(loss=torch.full((), float(model.clock.steps), device=counted.device))
+
+    train(model, optimizer, loader, each=each)
+    assert before[:4] == [0, 0, 0, 1]
+    resilin.reset_job()  # reports the rest, for which it may wait
+    events = of(StepEvent, told)
+    assert [event.step for event in events] == steps
+    assert [event.loss for event in events] == [float(step) for step in steps]
+    assert counted.told("read") == []

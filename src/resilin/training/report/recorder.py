@@ -10,12 +10,15 @@ that had it.
 from __future__ import annotations
 
 import atexit
+import itertools
 import math
 import os
 import platform
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +39,7 @@ from resilin.core.plan import BatchPlan
 from resilin.core.rules import rule_name
 from resilin.engine import environment, overrides
 from resilin.engine.base import Engine
+from resilin.engine.devices import Fetched
 from resilin.telemetry.log import EventLog
 from resilin.telemetry.read import last_event
 from resilin.training.events import Events, Stamp
@@ -63,6 +67,34 @@ class _Committed(NamedTuple):
     plan: BatchPlan | None
     lr: float | None
     time: float
+
+
+class _Awaited:
+    """A step that is reported when what was recorded in it is on the host.
+
+    A device may be some steps behind: nobody waits for it, the report comes later.
+
+    Args:
+        step: The event, without what was recorded.
+        recorded: Numbers and tensors by name, each with its weight.
+    """
+
+    def __init__(self, step: StepEvent, recorded: Mapping[str, list[tuple[Number, float]]]) -> None:
+        self._step = step
+        self._recorded = {
+            name: [(_under_way(value), weight) for value, weight in pairs]
+            for name, pairs in recorded.items()
+        }
+
+    def arrived(self) -> bool:
+        """Whether it can be reported without waiting."""
+        pairs = itertools.chain.from_iterable(self._recorded.values())
+        return all(isinstance(value, float) or value.arrived() for value, _ in pairs)
+
+    def event(self) -> StepEvent:
+        """The whole event; waits if it has not arrived."""
+        metrics = {name: _mean(pairs) for name, pairs in self._recorded.items()}
+        return replace(self._step, loss=metrics.pop("loss", None), metrics=metrics)
 
 
 class _LogFile:
@@ -144,6 +176,7 @@ class Recorder:
         self._open = False
         self._committed: _Committed | None = None
         self._recorded: dict[str, list[tuple[Number, float]]] = {}
+        self._awaited: deque[_Awaited] = deque()
         if directory is not None:
             if self._first and resumed and (last := last_event(directory)) is not None:
                 self._before = last.time
@@ -212,33 +245,30 @@ class Recorder:
         if committed is None:
             return
         # On a busy machine everything is slow, so the log alone is charged its CPU time. Sinks may
-        # wait for a network, and tensors for their device: these are charged wall time.
-        elsewhere = any(
-            isinstance(value, torch.Tensor) and value.device.type != "cpu"
-            for pairs in recorded.values()
-            for value, _ in pairs
-        )
-        clock = time.perf_counter if self._events.listeners or elsewhere else time.thread_time
+        # wait for a network: these are charged wall time.
+        clock = time.perf_counter if self._events.listeners else time.thread_time
         began, now = clock(), time.perf_counter()
         if not self._introduced:
             self._introduced = True
             self._introduce(committed)
-        self._emit(self._step(committed, recorded, self._timer.body or 0.0))
+        step = self._step(committed, self._timer.body or 0.0)
+        self._awaited.append(_Awaited(step, recorded))
+        self._emit_arrived()
         self._budget.spend(clock() - began, now)
 
+    def _emit_arrived(self, *, wait: bool = False) -> None:
+        """Reports the steps whose recorded tensors are on the host, in their order."""
+        while self._awaited and (wait or self._awaited[0].arrived()):
+            self._events.emit(self._awaited.popleft().event())
+
     def _emit(self, event: Event) -> None:
+        self._emit_arrived(wait=True)
         self._events.emit(event)
 
-    def _step(
-        self,
-        committed: _Committed,
-        recorded: Mapping[str, list[tuple[Number, float]]],
-        seconds: float,
-    ) -> StepEvent:
+    def _step(self, committed: _Committed, seconds: float) -> StepEvent:
         scaled, samples, plan = committed.scaled, committed.samples, committed.plan
         timeline, replicas = self._timeline, self._engine.membership.num_replicas
         noise = committed.scaling.sample_noise
-        metrics = {name: _mean(pairs) for name, pairs in recorded.items()}
         return StepEvent(
             time=committed.time,
             step=timeline.clock.steps,
@@ -257,8 +287,6 @@ class Recorder:
             sqr_norm=None if noise is None else noise.sqr_norm,
             trace=None if noise is None else noise.trace,
             seconds=seconds,
-            loss=metrics.pop("loss", None),
-            metrics=metrics,
         )
 
     # Other events --------------------------------------------------------------------------
@@ -322,6 +350,7 @@ class Recorder:
 
     def flush(self) -> None:
         """Write the buffered events of the log."""
+        self._emit_arrived(wait=True)
         if self._log is not None:
             self._log.flush()
 
@@ -331,16 +360,22 @@ class Recorder:
         if self._committed is not None:
             self._timer.end()
         self.step_over()
+        self._emit_arrived(wait=True)
         self._events.log = None
         if self._log is not None:
             self._log.close()
 
 
-def _mean(pairs: list[tuple[Number, float]]) -> float:
+def _under_way(value: Number) -> float | Fetched:
+    return Fetched(value.reshape(1)) if isinstance(value, torch.Tensor) else float(value)
+
+
+def _mean(pairs: list[tuple[float | Fetched, float]]) -> float:
     total = math.fsum(weight for _, weight in pairs)
     if total == 0:
         return math.nan  # this replica had only filler samples in the step
-    return math.fsum(float(value) * weight for value, weight in pairs if weight) / total
+    known = ((value if isinstance(value, float) else value.read()[0], w) for value, w in pairs)
+    return math.fsum(number * weight for number, weight in known if weight) / total
 
 
 def log_directory(events: Events, settings: StateSettings | None) -> Path | None:
