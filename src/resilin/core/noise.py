@@ -65,7 +65,15 @@ class Noise:
         With scale `S = batch_size / reference` this is between 1 and S for S >= 1, and between S
         and 1 below. It assumes that both batches are drawn at this same point of training.
         """
-        return float(batch_size / reference * self.efficiency(batch_size, reference))
+        _validate.real("reference", reference, above=0)
+        if not batch_size > 0:
+            raise ValueError(f"batch_size ({batch_size!r}) must be above 0")
+        scale = float(batch_size / reference)
+        if self.sqr_norm == 0 and self.trace == 0:
+            return scale * min(1.0, 1 / scale)
+        # As `efficiency`, without an array: each step asks for it several times.
+        signal, noise = self.sqr_norm, self.trace
+        return scale * float((noise + reference * signal) / (noise + batch_size * signal))
 
     def __add__(self, other: Noise) -> Noise:
         """Noise of two parameter groups taken together: squared norms and traces add up."""

@@ -311,11 +311,14 @@ _LIKE_THE_CPU = ("mps",)
 
 def of(device: torch.device) -> Device:
     """The kind of this device."""
-    named = next((kind for kind in _KINDS if kind.kind == device.type), None)
-    if named is not None:
-        return named
-    found = torch.accelerator.current_accelerator() if device.type != "cpu" else None
-    return CPU if found is None or found.type != device.type else _other(found.type)
+    wanted = device.type
+    for kind in _KINDS:
+        if kind.kind == wanted:
+            return kind
+    if wanted == "cpu":
+        return CPU  # without asking further: each step comes by here several times
+    found = torch.accelerator.current_accelerator()
+    return CPU if found is None or found.type != wanted else _other(found.type)
 
 
 def here() -> Device:

@@ -80,6 +80,11 @@ class OpenStep:
         """Outcome of its reduction, once its gradient is complete."""
 
     @property
+    def untouched(self) -> bool:
+        """Whether nothing of it has begun."""
+        return self.part is None and self.result is None and self.start is _IDLE
+
+    @property
     def pending(self) -> bool:
         """Whether `.grad` holds a part of the step, which was not made yet."""
         return self.backwards > 0 and (self.result is None or not self.result.skipped)

@@ -88,6 +88,8 @@ class StepGradient:
 
     def drop(self) -> None:
         """Forgets the step, and what `.grad` holds of it."""
+        if self.step.untouched and not self._queued:
+            return
         if self.step.backwards or self._queued:
             self._model.parameters.clear_grads()
         # A backward pass that failed has left its end to come.

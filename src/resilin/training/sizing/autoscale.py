@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from resilin.core import events
-from resilin.core.autoscale import AutoscaleState, Votes
+from resilin.core import events, time_share
+from resilin.core.autoscale import FIRST, AutoscaleState, Votes
 from resilin.core.plan import BatchBounds, BatchPlan
 from resilin.core.profile import StepProfile
 from resilin.core.tuner import Decision, Tuner
@@ -23,6 +23,11 @@ from resilin.training.sizing.context import SizingContext
 from resilin.training.sizing.memory_limit import SharedLimit
 
 logger = logging.getLogger("resilin")
+
+SHARE = 0.005
+"""Part of the time of replica 0 that decisions may take."""
+ALLOWANCE = 0.5
+"""Seconds that are free, so that short runs decide as often as they can."""
 
 
 class Autoscaler:
@@ -46,6 +51,8 @@ class Autoscaler:
         self._plan: BatchPlan | None = None
         self._ran: tuple[BatchPlan, float] | None = None
         self._began: float | None = None
+        self._made = time.perf_counter()
+        self._deciding = 0.0
         self.decision: Decision | None = None
         """The last decision of replica 0; None on other replicas."""
 
@@ -115,8 +122,16 @@ class Autoscaler:
             replicas=engine.membership.num_replicas,
         )
         self._ran = None
-        if engine.membership.replica == 0 and self._state.due:
+        if engine.membership.replica == 0 and self._state.due and self._may_decide():
+            began = time.perf_counter()
             self._decide()
+            self._deciding += time.perf_counter() - began
+
+    def _may_decide(self) -> bool:
+        """Whether there is time for a decision; there always is after a change."""
+        elapsed = time.perf_counter() - self._made
+        within = time_share.is_within(self._deciding, elapsed, SHARE, free=ALLOWANCE)
+        return within or self._state.since <= FIRST
 
     def _decide(self) -> None:
         before = self.batch_size
