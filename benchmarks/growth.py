@@ -11,7 +11,8 @@ Prints the points of four curves, and how much the last one of each costs over t
 - `samples`: 1000 indices anywhere in an epoch of so many samples, beside what
   `DistributedSampler` does at each start of an epoch.
 - `parameters`: CPU time of a step over that of plain DDP, on two processes, as `overhead.py` has
-  it; `every` has statistics in each step, `auto` as often as their budget allows.
+  it, with copies in memory, an event log and an autoscaler; `every` has statistics in each step,
+  `auto` as often as their budget allows.
 - `steps`: bytes of the event log. A tenth of the steps (quick: a hundredth) is written into
   segments of a tenth of the size, which are sealed and merged as often; `event_log.py` writes all.
 
@@ -25,17 +26,18 @@ import itertools
 import random
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from contest import contest
 from event_log import some_steps
 from harness import finish, parse_args
-from overhead import LOCAL_BATCH, MODELS, WIDTH, Step, free_port, ours, plain
+from overhead_jobs import CONTENDERS, Model
 from torch import Tensor, nn
 
 import resilin
@@ -51,12 +53,14 @@ LIMITS = {
     "state_bytes": 500,
     "megabytes": 100.0,
 }
-"""Ratios of parameters have no limit here: `overhead.py --check` has, and takes its time for it."""
+"""Ratios of parameters have no limit here: `overhead.py --check` has, with a control."""
 REPLICAS = (1, 2, 10, 100, 1000, 10_000, 100_000)
 PER_REPLICA = 8
 BATCH = 1000
 CALLS = 100
 ROWS = 10**8
+PLAYERS = {"plain": "plain", "again": "control", "every": "every", "auto": "default"}
+"""Contenders of the curve of parameters, by their names in it."""
 
 Points = list[dict[str, float]]
 
@@ -198,55 +202,19 @@ def by_samples(quick: bool) -> Points:
 # Parameters ------------------------------------------------------------------------------------
 
 
-def ratios(rank: int, port: int, quick: bool, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    for width in (128, 512, 1024) if quick else (128, 256, 512, 1024, 2048):
-        name = f"width {width}"
-        MODELS[name] = lambda width=width: nn.Sequential(
-            *(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())),
-            nn.Linear(width, 10),
-        )
-        WIDTH[name] = width
-        generator = torch.Generator().manual_seed(rank)
-        x = torch.randn(LOCAL_BATCH, width, generator=generator)
-        batch = [(x, torch.randint(0, 10, (LOCAL_BATCH,), generator=generator))]
-        contenders: dict[str, Step] = {
-            "plain": plain(name),
-            "every": ours(name, 1),
-            "auto": ours(name, "auto"),
-        }
-        for step in contenders.values():
-            for _ in range(12):
-                step(batch)
-        steps = max(1, min(10, 4 * 1024**2 // width**2))
-        spent: dict[str, list[float]] = {key: [] for key in contenders}
-        for _ in range(6 if quick else 20):
-            for key, step in contenders.items():
-                dist.barrier()
-                start = time.process_time()
-                for _ in range(steps):
-                    step(batch)
-                spent[key].append((time.process_time() - start) / steps)
-        if rank == 0:
-            point = {
-                "parameters": sum(p.numel() for p in MODELS[name]().parameters()),
-                "plain_ms": 1e3 * statistics.median(spent["plain"]),
-            }
-            for key in ("every", "auto"):
-                turns = [a / b for a, b in zip(spent[key], spent["plain"], strict=True)]
-                point[key] = statistics.median(turns)
-                extra = [a - b for a, b in zip(spent[key], spent["plain"], strict=True)]
-                point[f"{key}_extra_ms"] = 1e3 * statistics.median(extra)
-            results.append(point)
-    dist.destroy_process_group()
-
-
 def by_parameters(quick: bool) -> Points:
-    with mp.Manager() as manager:
-        results = manager.list()
-        mp.spawn(ratios, (free_port(), quick, results), nprocs=2)
-        return list(results)
+    torch.set_num_threads(1)
+    points: Points = []
+    for width in (128, 512) if quick else (128, 256, 512, 1024, 2048):
+        model = Model(width, depth=4)
+        contenders = {key: partial(CONTENDERS[name], model) for key, name in PLAYERS.items()}
+        outcome = contest(contenders, ("plain", "again"), 2, 5.0 if quick else 90.0)
+        plain = outcome.milliseconds("plain")
+        points.append({"parameters": model.num_parameters, "plain_ms": plain})
+        for key in ("every", "auto"):
+            ratio = outcome.ratio(key, "plain", "again").median
+            points[-1] |= {key: ratio, f"{key}_extra_ms": (ratio - 1) * plain}
+    return points
 
 
 # Steps -----------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 
@@ -27,14 +28,34 @@ def seconds(function: Callable[[], object], repeats: int) -> list[float]:
 
 
 def finish(
-    name: str, figures: Mapping[str, Any], limits: Mapping[str, float], *, check: bool
+    name: str,
+    figures: Mapping[str, Any],
+    limits: Mapping[str, float],
+    *,
+    check: bool,
+    undecided: Collection[str] | None = None,
 ) -> None:
-    """Prints the figures as one JSON line; with `check`, exits 1 if one exceeds its limit."""
-    missed = [
-        f"{key} is {figures[key]:g}, limit {limit:g}"
-        for key, limit in limits.items()
-        if not figures[key] <= limit
-    ]
-    print(json.dumps({"benchmark": name, **figures, "limits": dict(limits), "missed": missed}))
+    """Prints the figures as one JSON line; with `check`, exits 1 if one exceeds its limit.
+
+    Args:
+        name: Name of the benchmark.
+        figures: What it has measured.
+        limits: The most that some of them may be.
+        check: Whether a figure above its limit is a failure.
+        undecided: Figures too unsure to be compared with their limits; None if it has no such.
+    """
+
+    def comparison(key: str) -> str:
+        return f"{key} is {figures[key]:g}, limit {limits[key]:g}"
+
+    unsure = undecided or ()
+    decided = (key for key in limits if key not in unsure)
+    missed = [comparison(key) for key in decided if not figures[key] <= limits[key]]
+    line = {"benchmark": name, **figures, "limits": dict(limits), "missed": missed}
+    if undecided is not None:
+        line["undecided"] = list(undecided)
+    print(json.dumps(line), flush=True)
+    for key in unsure:
+        print(f"undecided: {comparison(key)}", file=sys.stderr)
     if check and missed:
         raise SystemExit("; ".join(missed))

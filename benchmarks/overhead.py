@@ -1,225 +1,162 @@
-"""Cost of the elastic step: CPU time per optimizer step, over that of plain DDP.
+"""Cost of the elastic step: processor time per optimizer step, over that of plain DDP.
 
-    python benchmarks/overhead.py [--quick] [--check] [--peers | --telemetry]
+    python benchmarks/overhead.py [--quick] [--check] [--peers | --telemetry] [--minutes N]
 
-Two models (an MLP of 4 x 1024, and 64 layers of 128) on 1 and 2 processes. One process accumulates
-two micro-batches per step, two processes run one each. Plain DDP and resilin take turns in one run,
-on the same batches; the ratio is taken within each turn, and its median is reported. `every` has
-statistics in each step, `auto` as often as their default budget allows. With `--peers`, FairScale's
-AdaScale takes turns too, if it is installed.
+Models of 67k, 4M and 25M parameters and one of 64 layers, on 1 and 2 processes. A process has
+micro-batches of 64 samples; one process alone accumulates two of them, as it would have nothing to
+measure noise by otherwise, and so do the contenders beside it. Everybody has the same data, from
+a loader of its own, and the same optimizer (`overhead_jobs.py`); `contest.py` lets them take turns.
 
-With `--telemetry` the two contenders are resilin without and with an event log, where the loss of
-each step is recorded in both; the ratio is that of the second to the first.
+- `plain` and `control` are the same plain DDP. Their mean is what all ratios are taken over, and
+  the ratio of the one to the other shows what the machine can tell: a row continues until the
+  interval of that ratio is narrower than half a percent, or its time is up.
+- `never`, `default` and `every` are resilin: statistics in no step, as often as their default
+  budget allows, in each step. All have what `resilin run` gives: copies in memory, an event log,
+  a pulse; and an autoscaler, with one batch size to choose from.
+- `bare`, for one process, is plain PyTorch without DDP; `over_bare` is the ratio of our default to
+  that.
+
+Ratios are medians over turns, with intervals of 95%; `_wall` is by the clock on the wall. A figure
+is `undecided`, which is neither a pass nor a failure, if its interval contains its limit or the
+control was not sharp (`ratios.py`).
+
+With `--peers`, FairScale's AdaScale and AdaptDL take turns too, if they are installed; on two
+processes, because nobody can tell AdaptDL to accumulate just two micro-batches on one. With
+`--telemetry` the equal contenders are resilin without an event log, beside one with it; the loss of
+each step is recorded by all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import socket
-import statistics
-import tempfile
+import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from functools import partial
+from importlib import metadata
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-import torch.nn.functional as F
+from contest import Contender, Outcome, contest
 from harness import finish
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from overhead_jobs import CONTENDERS, PEERS, TELEMETRY, Model
+from ratios import Ratio, Verdict, verdict
 
-import resilin
-from resilin.core.stream import Ownership, SampleStream
-from resilin.training import job as job_module
-from resilin.training.data.cursor import Cursor
-from resilin.training.data.iteration import Iteration
-from resilin.training.lifecycle import begin_step
-from resilin.training.records import MicroBatch
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": lambda: nn.Sequential(
-        *[layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())],
-        nn.Linear(1024, 10),
-    ),
-    "deep": lambda: nn.Sequential(
-        *[layer for _ in range(64) for layer in (nn.Linear(128, 128), nn.ReLU())],
-        nn.Linear(128, 10),
-    ),
+MODELS = {
+    "67k": Model(width=128, depth=4),
+    "4M": Model(width=1024, depth=4),
+    "25M": Model(width=2048, depth=6),
+    "deep": Model(width=128, depth=64),
 }
-WIDTH = {"mlp": 1024, "deep": 128}
-LOCAL_BATCH = 64
-LIMITS = {"every": 1.10, "auto": 1.03, "events": 1.01}
-
-Batch = list[tuple[Tensor, Tensor]]
-Step = Callable[[Batch], None]
-
-
-def make(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-
-def plain(name: str) -> Step:
-    model, optimizer = make(name)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-    def step(batch: Batch) -> None:
-        for index, (x, y) in enumerate(batch):
-            ddp.require_backward_grad_sync = index == len(batch) - 1
-            (F.cross_entropy(ddp(x), y) / len(batch)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+ROWS = [(name, world) for world in (1, 2) for name in MODELS]
+QUICK = [("67k", 2), ("4M", 2)]
+WITH_PEERS = [("67k", 2), ("4M", 2), ("deep", 2)]
+LIMITS = {
+    **{f"{name}_{world}proc_default": 1.02 for name, world in ROWS if name != "67k"},
+    **{f"{name}_{world}proc_every": 1.08 for name, world in ROWS if name != "67k"},
+    "67k_2proc_default": 1.15,
+    "4M_1proc_over_bare": 1.05,
+}
+TELEMETRY_LIMIT = 1.01
+MINUTES = 60.0
+QUICK_MINUTES = 1.0
 
 
-def ours(
-    name: str, stats_every: Any, *, records: bool = False, events_dir: Path | None = None
-) -> Step:
-    # A job beside the others: reset_job() would take the gates of the other contenders off.
-    job = job_module._current = job_module.Job()
-    job.events.directory = events_dir
-    model, optimizer = make(name)
-    adaptive = resilin.AdaptiveDataParallel(
-        model, optimizer, stats_every=stats_every, batch_size=LOCAL_BATCH
-    )
-
-    handed_out = Iteration(
-        loader=None,
-        name="loader",
-        cursor=Cursor("loader", SampleStream(1)),
-        training=True,
-        moves=False,
-        began=job.clock,
-        membership=job.engine.membership,
-        owners=Ownership(0, 1),
-        position=0,
-        data_end=0,
-    )
-
-    def step(batch: Batch) -> None:
-        # What an AdaptiveDataLoader says; the cost of loading is not the subject here.
-        total = LOCAL_BATCH * len(batch) * dist.get_world_size()
-        job_module._current = job
-        begin_step(job)
-        for index, (x, y) in enumerate(batch):
-            micro_batch = MicroBatch(
-                number=job.iterations.next_number(),
-                index=index,
-                last=index == len(batch) - 1,
-                weight=float(len(x)),
-                total_weight=float(total),
-                count=len(x),
-                samples=total,
-                scale=total / LOCAL_BATCH,
-                sample_steps=total / LOCAL_BATCH,
-            )
-            job.iterations.hand_out(handed_out, micro_batch)
-            loss = F.cross_entropy(adaptive(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if records:
-                resilin.record(loss=loss)
-
-    return step
+def contenders_of(model: Model, world: int, args: argparse.Namespace) -> dict[str, Contender]:
+    makers = dict(TELEMETRY if args.telemetry else CONTENDERS)
+    if args.peers:
+        makers.update(PEERS)
+    if world > 1:
+        makers.pop("bare", None)
+    if args.quick:
+        makers.pop("never", None)
+    return {name: partial(make, model) for name, make in makers.items()}
 
 
-def fairscale(name: str, num_micro_batches: int) -> Step:
-    from fairscale.optim import AdaScale
-
-    model, optimizer = make(name)
-    ddp = DistributedDataParallel(model)
-    adascale = AdaScale(optimizer, num_gradients_to_accumulate=num_micro_batches)
-
-    def step(batch: Batch) -> None:
-        for index, (x, y) in enumerate(batch):
-            ddp.require_backward_grad_sync = index == len(batch) - 1
-            (F.cross_entropy(ddp(x), y) / len(batch)).backward()
-        adascale.step()
-        adascale.zero_grad()
-
-    return step
+def ratios_of(outcome: Outcome) -> dict[str, Ratio]:
+    """Ratios of processor time that a row reports."""
+    names = list(outcome.turns[0])
+    ratios = {
+        name: outcome.ratio(name, *outcome.equal) for name in names if name not in outcome.equal
+    }
+    if "bare" in names:
+        ratios["over_bare"] = outcome.ratio("default", "bare")
+    return ratios
 
 
-def measure(rank: int, world: int, port: int, args: argparse.Namespace, results: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=world)
-    num_micro_batches = 2 if world == 1 else 1
-    turns, steps = (12, 5) if args.quick else (60, 10)
-    if args.telemetry:
-        turns, steps = (5 * turns, 2)  # a small difference needs many short turns
-    events_dir = Path(args.folder) / f"{world}"
-    for name in MODELS:
-        generator = torch.Generator().manual_seed(rank)
-        x = torch.randn(LOCAL_BATCH, WIDTH[name], generator=generator)
-        y = torch.randint(0, 10, (LOCAL_BATCH,), generator=generator)
-        batch = [(x, y)] * num_micro_batches
-        if args.telemetry:
-            contenders = {
-                "plain": ours(name, "auto", records=True),
-                "events": ours(name, "auto", records=True, events_dir=events_dir / name),
-            }
-        else:
-            contenders = {
-                "plain": plain(name),
-                "every": ours(name, 1),
-                "auto": ours(name, "auto"),
-            }
-        if args.peers:
-            contenders["fairscale"] = fairscale(name, num_micro_batches)
-        for step in contenders.values():
-            for _ in range(12):
-                step(batch)
-        ratios: dict[str, list[float]] = {key: [] for key in contenders if key != "plain"}
-        for _ in range(turns):
-            spent = {}
-            for key, step in contenders.items():
-                dist.barrier()
-                start = time.process_time()
-                for _ in range(steps):
-                    step(batch)
-                spent[key] = time.process_time() - start
-            for key, values in ratios.items():
-                values.append(spent[key] / spent["plain"])
-        if rank == 0:
-            for key, values in ratios.items():
-                low, median, high = statistics.quantiles(values, n=4)
-                prefix = f"{name}_{world}proc_{key}"
-                results[prefix] = round(median, 3)
-                results[f"{prefix}_quartiles"] = [round(low, 3), round(high, 3)]
-            results[f"{name}_{world}proc_plain_ms"] = round(1e3 * spent["plain"] / steps, 2)
-    dist.destroy_process_group()
+def figures_of(row: str, outcome: Outcome) -> dict[str, Any]:
+    """Figures of a row, for the JSON line."""
+    figures: dict[str, Any] = {}
+    for name, ratio in {**ratios_of(outcome), "control": outcome.control}.items():
+        figures[f"{row}_{name}"] = round(ratio.median, 4)
+        figures[f"{row}_{name}_interval"] = ratio.rounded
+    for name in outcome.turns[0]:
+        if name not in outcome.equal:
+            wall = outcome.ratio(name, *outcome.equal, clock="wall")
+            figures[f"{row}_{name}_wall"] = round(wall.median, 3)
+    figures[f"{row}_plain_ms"] = round(outcome.milliseconds(outcome.equal[0]), 3)
+    figures[f"{row}_turns"] = len(outcome.turns)
+    for name, error in outcome.errors.items():
+        figures[f"{row}_{name}"] = f"cannot run: {error}"
+    return figures
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smaller form, about a minute")
+    parser.add_argument("--quick", action="store_true", help="a few rows, about a minute in all")
     parser.add_argument("--check", action="store_true", help="exit 1 if a figure misses its limit")
+    parser.add_argument("--minutes", type=float, help="most time for all rows together")
+    parser.add_argument("--rows", help="only these, such as 4M_2proc,deep_1proc")
     others = parser.add_mutually_exclusive_group()
-    others.add_argument("--peers", action="store_true", help="measure FairScale beside us")
+    others.add_argument("--peers", action="store_true", help="measure FairScale and AdaptDL, too")
     others.add_argument("--telemetry", action="store_true", help="measure what events cost")
     args = parser.parse_args()
-    os.environ.pop("RESILIN_RUN_DIR", None)
-    with mp.Manager() as manager, tempfile.TemporaryDirectory() as args.folder:
-        results = manager.dict()
-        for world in (1, 2):
-            mp.spawn(measure, (world, free_port(), args, results), nprocs=world)
-        figures = dict(results)
-    limits = {key: LIMITS[key.rsplit("_", 1)[-1]] for key in figures if key.endswith(tuple(LIMITS))}
-    finish("telemetry" if args.telemetry else "overhead", figures, limits, check=args.check)
+    chosen = QUICK if args.quick else WITH_PEERS if args.peers else ROWS
+    rows = {f"{name}_{world}proc": (name, world) for name, world in chosen}
+    if args.rows:
+        rows = {row: rows[row] for row in args.rows.split(",")}
+    minutes = args.minutes or (QUICK_MINUTES if args.quick else MINUTES)
+    for name in [name for name in os.environ if name.startswith("RESILIN_")]:
+        del os.environ[name]  # the contenders get their own
+    torch.set_num_threads(1)
+    equal = ("without", "without_again") if args.telemetry else ("plain", "control")
+    figures: dict[str, Any] = {"torch": torch.__version__}
+    if args.peers:
+        figures["versions"] = {name: version_of(name) for name in PEERS}
+    verdicts: dict[str, Verdict] = {}
+    limits: dict[str, float] = {}
+    deadline = time.monotonic() + 60 * minutes
+    for number, (row, (name, world)) in enumerate(rows.items()):
+        # What a row leaves over is for those after it.
+        seconds = (deadline - time.monotonic()) / (len(rows) - number)
+        outcome = contest(contenders_of(MODELS[name], world, args), equal, world, seconds)
+        figures.update(figures_of(row, outcome))
+        for kind, ratio in ratios_of(outcome).items():
+            key = f"{row}_{kind}"
+            limit = TELEMETRY_LIMIT if args.telemetry else LIMITS.get(key)
+            if limit is not None:
+                limits[key] = limit
+                verdicts[key] = figures[f"{key}_verdict"] = verdict(ratio, limit, outcome.control)
+        print(
+            f"{row}: "
+            + ", ".join(f"{key} {ratio}" for key, ratio in ratios_of(outcome).items())
+            + f"; control {outcome.control}, {len(outcome.turns)} turns",
+            file=sys.stderr,
+        )
+    finish(
+        "telemetry" if args.telemetry else "overhead",
+        figures,
+        limits,
+        check=args.check,
+        undecided=[key for key, decided in verdicts.items() if decided == "undecided"],
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,158 @@
+"""What benchmarks conclude from their figures."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness import finish
+from benchmarks.ratios import Ratio, is_sharp, median_ratio, verdict
+
+SHARP = Ratio(1.0005, 0.9985, 1.0025)
+
+
+def test_interval_of_a_median_is_that_of_the_sign_test() -> None:
+    # Tables of the sign test: the 1st and last of 6, the 2nd of 10, the 6th of 20 at 95%.
+    assert median_ratio([3, 1, 2, 6, 5, 4]) == Ratio(3.5, 1, 6)
+    assert median_ratio(range(1, 11)) == Ratio(5.5, 2, 9)
+    assert median_ratio(range(1, 21)) == Ratio(10.5, 6, 15)
+
+
+@pytest.mark.parametrize("num", [1, 2, 5])
+def test_too_few_values_have_no_interval(num: int) -> None:
+    ratio = median_ratio([1.0] * num)
+    assert (ratio.median, ratio.rounded) == (1.0, None)
+    assert not is_sharp(ratio)
+    assert verdict(ratio, 2.0, SHARP) == "undecided"
+
+
+def test_intervals_contain_the_median_as_often_as_they_say() -> None:
+    rng = random.Random(0)
+    # Skewed, with a median of 1: a burst of noise makes a turn longer, never shorter.
+    inside = 0
+    for _ in range(2000):
+        ratio = median_ratio([rng.lognormvariate(0, 0.5) for _ in range(25)])
+        inside += ratio.low <= 1 <= ratio.high
+    assert 0.95 <= inside / 2000 <= 0.97  # 0.957 for 25 values
+
+
+def test_many_values_make_a_narrow_interval() -> None:
+    rng = random.Random(0)
+    values = [rng.gauss(1, 0.02) for _ in range(2000)]
+    ratio = median_ratio(values)
+    assert ratio.median == statistics.median(values)
+    assert 0.0015 < ratio.width < 0.003
+
+
+@pytest.mark.parametrize(
+    ("control", "sharp"),
+    [
+        (SHARP, True),
+        (Ratio(1.0, 0.997, 1.003), False),  # too wide
+        (Ratio(1.006, 1.005, 1.007), False),  # surely not 1: the contenders were not equal
+        (Ratio(0.994, 0.993, 0.995), False),
+    ],
+)
+def test_control_that_can_decide_is_narrow_and_around_1(control: Ratio, sharp: bool) -> None:
+    assert is_sharp(control) is sharp
+
+
+@pytest.mark.parametrize(
+    ("figure", "decided"),
+    [
+        (Ratio(1.01, 1.008, 1.012), "pass"),
+        (Ratio(1.03, 1.025, 1.035), "fail"),
+        (Ratio(1.02, 1.015, 1.025), "undecided"),  # it contains the limit
+        (Ratio(1.01, 0.98, 1.04), "undecided"),
+    ],
+)
+def test_figure_is_decided_where_its_interval_leaves_out_the_limit(
+    figure: Ratio, decided: str
+) -> None:
+    assert verdict(figure, 1.02, SHARP) == decided
+
+
+@pytest.mark.parametrize(
+    "control", [Ratio(1.0, 0.98, 1.02), Ratio(1.02, 1.019, 1.021), Ratio(0.98, 0.979, 0.981)]
+)
+def test_without_a_sharp_control_only_what_is_far_above_the_limit_is_decided(
+    control: Ratio,
+) -> None:
+    assert verdict(Ratio(1.0, 0.999, 1.001), 1.02, control) == "undecided"
+    assert verdict(Ratio(1.03, 1.029, 1.031), 1.02, control) == "undecided"
+    assert verdict(Ratio(1.3, 1.29, 1.31), 1.02, control) == "fail"
+
+
+def test_undecided_figure_neither_passes_nor_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    figures, limits = {"a": 1.5, "b": 1.5}, {"a": 1.0, "b": 1.0}
+    finish("some", figures, limits, check=True, undecided=["a", "b"])
+    out, err = capsys.readouterr()
+    assert json.loads(out)["undecided"] == ["a", "b"]
+    assert json.loads(out)["missed"] == []
+    assert "undecided: a is 1.5, limit 1" in err
+    with pytest.raises(SystemExit, match=r"^b is 1\.5, limit 1$"):
+        finish("some", figures, limits, check=True, undecided=["a"])
+
+
+CONTEST = """
+import json, time
+import contest as module
+from contest import contest
+
+module.WARM_SECONDS = 0.01  # there is nothing to settle
+
+def work(times):
+    while True:
+        for _ in range(times):
+            sum(range(20_000))
+        yield
+
+def clock():
+    # A fifth of the work is its own; its clock must not run while the others do theirs.
+    for step in range(10**9):
+        sum(range(20_000))
+        now = time.clock_gettime(time.CLOCK_MONOTONIC)
+        if step == 30:
+            own, all_of_it = time.perf_counter(), now
+        if step == 700 and time.perf_counter() - own > 0.7 * (now - all_of_it):
+            raise RuntimeError("its clock does not stand still")
+        yield
+
+def broken():
+    yield
+    raise ValueError("no more\\nof this")
+
+outcome = contest(
+    {"a": lambda: work(1), "b": lambda: work(1), "twice": lambda: work(2), "own": clock,
+     "broken": broken},
+    ("a", "b"), 1, 1.0,
+)
+print(json.dumps([outcome.ratio("twice", "a", "b").median, outcome.control.median,
+                  outcome.errors, len(outcome.turns), sorted(outcome.turns[0])]))
+"""
+
+
+def test_contest_tells_who_takes_twice_as_long_and_who_cannot_run() -> None:
+    # In a process of its own, because it forks.
+    benchmarks = Path(__file__).parents[1] / "benchmarks"
+    ran = subprocess.run(
+        [sys.executable, "-c", CONTEST],
+        env={"PYTHONPATH": str(benchmarks)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    twice, control, errors, turns, ran_on = json.loads(ran.stdout)
+    # Bounds for a machine with other work, whose noise six short turns do not average out.
+    assert 1.5 < twice < 2.7
+    assert 0.7 < control < 1.4
+    assert errors == {"broken": "ValueError: no more of this"}
+    assert turns >= 6
+    assert ran_on == ["a", "b", "own", "twice"]
