@@ -13,6 +13,9 @@ from resilin.training.gradient import refusals
 from resilin.training.gradient.norms import sqr_norms
 from resilin.training.gradient.parameters import Parameters
 
+_FIRST = 4
+"""Last step in which contents are compared on a device that queues its work."""
+
 
 class Seal:
     """Remembers which tensors the gradients are, and their versions.
@@ -49,11 +52,17 @@ class Seal:
 class Seals:
     """Refuses changes of the gradient by anybody but the step and its reducer.
 
-    Contents are compared in the first steps, and in ever fewer later ones.
+    Contents are compared in the first steps, and in ever fewer later ones. On a device that queues
+    its work, which the host would have to wait for, only in the first ones.
+
+    Args:
+        parameters: The parameters of the model.
+        queues: Whether they are on such a device.
     """
 
-    def __init__(self, parameters: Parameters) -> None:
+    def __init__(self, parameters: Parameters, *, queues: bool = False) -> None:
         self._parameters = parameters
+        self._queues = queues
         self._seal: Seal | None = None
         self._used: Seal | None = None
         self._allowed = 0
@@ -64,8 +73,12 @@ class Seals:
         self._num_steps += 1
 
     @property
-    def _thorough(self) -> bool:
+    def _chosen(self) -> bool:
         return self._num_steps & (self._num_steps - 1) == 0
+
+    @property
+    def _thorough(self) -> bool:
+        return self._chosen and not (self._queues and self._num_steps > _FIRST)
 
     def close(self) -> None:
         """Seals the gradient as it is now."""
@@ -100,7 +113,7 @@ class Seals:
 
     def use(self) -> None:
         """Remembers the gradient that a step was made with: it has to be zeroed."""
-        self._used = Seal(self._parameters.grads(), contents=False) if self._thorough else None
+        self._used = Seal(self._parameters.grads(), contents=False) if self._chosen else None
 
     def forget_used(self) -> None:
         """Forgets the step before."""

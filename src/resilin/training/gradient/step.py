@@ -57,11 +57,11 @@ class StepGradient:
         self._model = Model(module=module, parameters=parameters, norms=norms, options=options)
         self._engine = engine
         self._ballot = ballot
-        self._seals = Seals(parameters)
         self._calls = Calls(self._backward_begins)
         self._queued = False
         place = parameters.all[0].device if parameters.all else torch.device("cpu")
         self._kind = devices.of(place)
+        self._seals = Seals(parameters, queues=self._kind.queues)
         self.sync = SyncTimer(place)
         """Time that steps wait for their reduction."""
         self._reducer: Reducer = attached(self._model, engine.gradient_group(), joined=False)
