@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,10 +21,16 @@ EPOCHS, STEPS, MICRO_BATCHES = 2, 16, 4
 
 
 class Later:
-    """An event that the device passes after it was asked for twice."""
+    """An event that the device passes after it was asked for twice, or waited for."""
 
-    def __init__(self):
+    def __init__(self, calls):
         self.asked = 0
+        self.calls = calls
+
+    def synchronize(self):
+        # Norms are read by the thread that trains; those that write wait for what is copied.
+        training = threading.current_thread() is threading.main_thread()
+        self.calls.append("read" if training else "wait")
 
     def query(self):
         self.asked += 1
@@ -52,7 +59,7 @@ class MadeUp(devices.Device):
         self.calls.append(("choose", local_process))
 
     def event(self, device):
-        return Later()
+        return Later(self.calls)
 
     def wait(self, device):
         self.calls.append("wait")
@@ -236,7 +243,12 @@ def test_another_accelerator_of_torch_has_its_events_and_pinned_memory(counted):
     assert {told.what for told in counted.told()} == {"query"}
     counted.clear()
     target = torch.zeros(2, pin_memory=True)
-    devices.to_host([(target, torch.ones(2, device=counted.device))])
+    wait = devices.begin_to_host([(target, torch.ones(2, device=counted.device))])
+    assert [told.what for told in counted.told()] == ["fetch"]
+    # Another thread waits, whose current stream may be another one.
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join()
     assert target.tolist() == [1.0, 1.0]
     assert [told.what for told in counted.told()] == ["fetch", "wait"]
 

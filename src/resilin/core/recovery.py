@@ -108,8 +108,8 @@ def next_buffer(last: int, *, again: bool) -> int:
     """Buffer, of a replica's two, that the next copy is written to.
 
     The previous copy stays intact while this one is written: all replicas of the host have
-    completed it, because a step lies between two copies, and no replica enters a step before its
-    copy is complete.
+    completed it, because the ballot of a step lies between two copies, and no replica votes before
+    its copy is complete (`may_vote`).
 
     Args:
         last: The buffer of the last copy, 0 or 1.
@@ -119,11 +119,25 @@ def next_buffer(last: int, *, again: bool) -> int:
     return last if again else 1 - last
 
 
+def may_vote(*, writing: bool) -> bool:
+    """Whether a replica may send its ballot of a step.
+
+    Copies are written while the next step computes its gradient. The ballot comes before anything
+    of that step is committed, and is summed over all replicas: who has the sum knows that all of
+    them have completed the copy before. So a commit costs no copy, and at most the last committed
+    step is lost with the process that writes it.
+
+    Args:
+        writing: Whether the last copy of this replica is still being written.
+    """
+    return not writing
+
+
 def may_forget(num_kept: int) -> bool:
     """Whether the copies of earlier generations may be removed from the host.
 
-    A step was completed since the first copy of this generation was complete on this replica, so
-    that copy is complete on all replicas of the host.
+    The replicas have voted since the first copy of this generation was staged, so that copy is
+    complete on all replicas of the host.
 
     Args:
         num_kept: Number of the next copy, from 1.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -336,17 +336,33 @@ def _other(kind: str) -> Device:
     return CPU if kind in _LIKE_THE_CPU else Accelerator(kind)
 
 
-def to_host(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy tensors into others on the host, and wait until all copies are complete.
+def begin_to_host(copies: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+    """Begin to copy tensors into others on the host.
+
+    When it returns, the tensors may be changed: what is queued on their device from then on runs
+    after the copies. They must not be freed before the copies are complete.
 
     Args:
-        copies: Pairs of a tensor on the host and the tensor to be copied into it.
+        copies: Pairs of a tensor on the host and the tensor to be copied into it. Where the device
+            queues, memory that is not pinned makes this call wait for the device.
+
+    Returns:
+        A function that waits until all copies are complete; any thread may call it.
     """
-    waiting: set[torch.device] = set()
+    queues: dict[torch.device, bool] = {}
     for target, source in copies:
-        queues = of(source.device).queues
-        target.copy_(source, non_blocking=queues)
-        if queues:
-            waiting.add(source.device)
-    for device in waiting:
-        of(device).wait(device)
+        device = source.device
+        if device not in queues:
+            queues[device] = of(device).queues
+        target.copy_(source, non_blocking=queues[device])
+    # In the stream of this thread: whoever waits may have another one.
+    events = {device: of(device).event(device) for device, queued in queues.items() if queued}
+
+    def wait() -> None:
+        for device, event in events.items():
+            if event is None:
+                of(device).wait(device)
+            else:
+                event.synchronize()
+
+    return wait

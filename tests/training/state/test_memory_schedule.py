@@ -2,9 +2,13 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from resilin.core.events import RiskEvent
 from resilin.engine.base import Engine
 from resilin.training.state import memory_file, risk, startup
 from resilin.training.state.memory import MemoryCopies, Place
-from resilin.training.state.memory_schedule import LONGEST_PAUSE, MemorySchedule
+from resilin.training.state.memory_schedule import LONGEST_PAUSE, CopyInterval, MemorySchedule
 from resilin.training.state.registry import Registry
 from resilin.training.state.snapshot import Snapshot, Version
 from tests.training.recovery_job import Job
@@ -58,6 +62,7 @@ class Host:
             self.schedule.counted(1.0, 0.0, failed + self.schedule.votes()[2])
             self.large.step = step
             self.schedule.keep(Version(self.generation, step))
+        self.schedule.wait()
 
     @property
     def versions(self):
@@ -136,8 +141,8 @@ def test_attempts_become_rare_and_never_stop(host, monkeypatch):
     host.room = 0
     tried = []
 
-    def write(_, version, *, again):
-        tried.append(version.step)
+    def write(_, staged, *, again):
+        tried.append(staged.version.step)
         raise OSError("no room")
 
     monkeypatch.setattr(host.schedule, "_write", write)
@@ -146,6 +151,218 @@ def test_attempts_become_rare_and_never_stop(host, monkeypatch):
     assert steps[:5] == [0, 2, 6, 14, 30]
     assert steps[-1] - steps[-2] == LONGEST_PAUSE
 
+
+# The thread ------------------------------------------------------------------------------------
+
+
+class Gate:
+    """Stands in for `memmove`: half of the bytes are written, then the thread waits."""
+
+    def __init__(self, monkeypatch):
+        self.entered, self.open = threading.Event(), threading.Event()
+        self.real = memory_file.memmove
+        monkeypatch.setattr(memory_file, "memmove", self)
+
+    def __call__(self, target, source, num_bytes):
+        self.real(target, source, num_bytes // 2)
+        self.entered.set()
+        assert self.open.wait(60)
+        self.real(target, source, num_bytes)
+
+
+def test_a_copy_is_written_while_the_state_changes_and_the_ballot_waits_for_it(host, monkeypatch):
+    gate = Gate(monkeypatch)
+    host.schedule.keep(Version(0, 3))
+    assert not gate.entered.is_set()  # It was kept already.
+    host.large.step = 4
+    host.schedule.keep(Version(0, 4))
+    assert gate.entered.wait(60)
+    # Half of it is there. It took the place of step 2; step 3 is what a crash leaves here.
+    assert host.versions == [(0, 3)]
+    host.large.step = 5
+    voted, said = threading.Event(), []
+
+    def vote():
+        said.append(host.schedule.votes())
+        voted.set()
+
+    voter = threading.Thread(target=vote)
+    voter.start()
+    assert not voted.wait(0.3)
+    gate.open.set()
+    assert voted.wait(60)
+    voter.join()
+    assert said[0][2] == 0
+    # `versions` finds the data of step 4 in it.
+    assert host.versions == [(0, 4), (0, 3)]
+
+
+def test_a_copy_that_comes_due_while_another_is_written_waits_for_it(host, monkeypatch):
+    gate = Gate(monkeypatch)
+    host.large.step = 4
+    host.schedule.keep(Version(0, 4))
+    assert gate.entered.wait(60)
+    threading.Timer(0.3, gate.open.set).start()
+    host.large.step = 5
+    host.schedule.keep(Version(0, 5))
+    host.schedule.wait()
+    assert host.versions == [(0, 5), (0, 4)]
+
+
+def test_memory_to_stage_in_is_allocated_once(host):
+    blocks = host.schedule.memory._blocks
+    before = {share: block.data.data_ptr() for share, block in blocks.items()}
+    host.keep(4, 5)
+    assert {share: block.data.data_ptr() for share, block in blocks.items()} == before
+
+
+def test_what_the_thread_raises_is_raised_by_the_next_ballot(host, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("a message of its own")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(memory_file, "memmove", fail)
+        host.schedule.keep(Version(0, 4))
+        with pytest.raises(RuntimeError, match="a message of its own"):
+            host.schedule.votes()
+    # Once. The copy before is whole, and the next one takes the place of the broken one.
+    assert host.schedule.votes()[2] == 0
+    assert host.versions == [(0, 3)]
+    host.keep(5)
+    assert host.versions == [(0, 5), (0, 3)]
+
+
+def test_time_that_a_step_waits_for_a_copy_counts_for_the_copy_and_not_for_the_step(
+    host, monkeypatch
+):
+    schedule = host.schedule
+    monkeypatch.setattr(schedule, "_interval", CopyInterval("auto"))
+    for step in (4, 5, 6):
+        gate = Gate(monkeypatch)
+        host.large.step = step
+        schedule.keep(Version(0, step))
+        schedule.step_begins()
+        timer = threading.Timer(0.4, gate.open.set)
+        timer.start()
+        schedule.votes()
+        schedule.step_ends()
+        timer.join()
+        monkeypatch.setattr(memory_file, "memmove", gate.real)
+    step_seconds, copy_seconds, _ = schedule.votes()
+    assert copy_seconds > 0.3
+    assert step_seconds < 0.3
+
+
+def slow_writer(seconds, of=None):
+    """Makes each file take so long that no step is quicker, in the process with this number."""
+    real = memory_file.memmove
+
+    def memmove(target, source, num_bytes):
+        real(target, source, num_bytes // 2)
+        if of is None or of == resilin.current_job().engine.membership.process:
+            time.sleep(seconds)
+        real(target, source, num_bytes)
+
+    return memmove
+
+
+KILLED = """
+import os, signal, sys
+import resilin
+from resilin.training.state import memory_file
+from tests.training.recovery_job import Job
+from tests.training.state.test_memory_schedule import slow_writer
+where, step = sys.argv[1], int(sys.argv[2])
+memory_file.memmove = slow_writer(0.4)
+resilin.checkpoint_to(None, memory_every=1)
+job = Job()
+
+def die(*_):
+    if job.model.clock.steps == step:
+        if where == "raise":
+            raise SystemExit("the script fails")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if where == "commit":
+    job.train(2, on_step=die)
+else:
+    job.net.register_forward_pre_hook(die)
+    job.train(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "kept"),
+    [
+        # The next step has begun, and the copy of the last one is half written.
+        ("forward", 3),
+        # The next step has just been committed: the copy of the last one is complete.
+        ("commit", 3),
+        # A script that fails is waited for: its last copy is written to its end.
+        ("raise", 4),
+    ],
+)
+def test_what_a_process_leaves_that_ends_while_its_thread_writes(tmp_path, where, kept):
+    directory = tmp_path / "memory"
+    root = Path(__file__).parents[3]
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": path, "RESILIN_MEMORY_DIR": str(directory)}
+    result = subprocess.run(
+        [sys.executable, "-c", KILLED, where, "4"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == (1 if where == "raise" else -signal.SIGKILL), result.stderr
+    copies = MemoryCopies(directory)
+    newest = copies.versions()[0]
+    assert newest.step == kept
+    # And it is that of its step: the user's own average counts them.
+    assert copies.read(newest).state("ema")["num"] == kept
+    assert copies.read(newest).state("job")["clock"]["steps"] == kept
+
+
+@pytest.mark.world_size(2)
+def test_no_replica_commits_a_step_before_all_have_completed_the_copy_of_the_last(
+    shared_path, monkeypatch
+):
+    directory = shared_path / "memory"
+    monkeypatch.setenv("RESILIN_MEMORY_DIR", str(directory))
+    monkeypatch.setattr(memory_file, "memmove", slow_writer(0.2, of=1))
+    resilin.checkpoint_to(None, memory_every=1)
+    seen = []
+
+    def look(job):
+        # What is in the files now is what a SIGKILL of both would leave. The other replica may be
+        # one copy ahead, and never overwrites this one.
+        copies = MemoryCopies(directory)
+        last = job.model.clock.steps - 1
+        seen.append([(v.step, len(copies.sums(v))) for v in copies.versions() if v.step == last])
+
+    Job().train(1, on_step=look)
+    assert seen == [[(step, 2)] for step in range(7)]
+    resilin.reset_job()
+
+
+def test_whoever_ends_a_job_waits_for_its_copy(tmp_path, monkeypatch):
+    directory = tmp_path / "memory"
+    monkeypatch.setenv("RESILIN_MEMORY_DIR", str(directory))
+    monkeypatch.setattr(memory_file, "memmove", slow_writer(0.3))
+    resilin.checkpoint_to(None, memory_every=1)
+    job = Job()
+    for x, y, _ in job.loader:
+        if job.model.clock.steps == 2:
+            break
+        torch.nn.functional.cross_entropy(job.model(x), y).backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    resilin.reset_job()
+    assert MemoryCopies(directory).versions()[0].step == 2
+
+
+# Jobs ------------------------------------------------------------------------------------------
 
 OTHER_JOB = """
 import sys

@@ -458,3 +458,64 @@ def test_a_snapshot_knows_its_size_and_hides_its_tensors():
     assert snapshot.num_bytes == 16
     assert "tensor(" not in repr(snapshot)
     assert snapshot.state("m")["w"] is tensors["m.w"]
+
+
+def adam(lr=0.1, num=3, **more):
+    """A state as an optimizer has it."""
+    state = {i: {"step": torch.tensor(float(i)), "exp_avg": torch.ones(i + 1)} for i in range(num)}
+    return {"state": state, "param_groups": [{"lr": lr, "params": list(range(num))}], **more}
+
+
+ORDERED = OrderedDict(a=torch.ones(2), b=torch.zeros(1))
+CHANGING = [
+    [adam(), adam(lr=0.2), adam(num=4), adam(num=2), adam(num=2, lr=float("nan"))],
+    [ORDERED, dict(ORDERED), OrderedDict(reversed(ORDERED.items())), ORDERED],
+    [{1: torch.ones(1)}, {True: torch.ones(1)}, {1.0: torch.ones(1)}, {1: torch.ones(1)}],
+    [{"x": torch.ones(2)}, {"x": 3}, {"x": np.ones(2)}, {"x": None}, {"x": torch.ones(2)}],
+    [{"x": torch.ones(2)}, {"x": torch.ones(3).half()}, {"x": torch.ones(2, requires_grad=True)}],
+    [{"$": torch.ones(1)}, {"x": {}}, {}, {"x": {"y": torch.ones(1)}}, {"x": {}}],
+    # Keys with dots make the same path twice: the first of them has the name.
+    [
+        {"a.b": {"c": torch.ones(1)}, "a": {"b": {"c": torch.zeros(1)}}},
+        {"a": {"b": {"c": torch.zeros(1)}}, "a.b": {"c": torch.ones(1)}},
+        {"a": {"b": {"c": torch.zeros(1)}}},
+        {"a.b.c": torch.full((1,), 5.0), "a": {"b": {"c": torch.zeros(1)}}},
+    ],
+]
+
+
+@pytest.mark.parametrize("states", CHANGING, ids=range(len(CHANGING)))
+def test_what_is_remembered_of_a_state_changes_nothing(states):
+    for order in itertools.product(states, repeat=3):
+        branches = {}
+        for state in order:
+            tree, tensors = split("m", state, {"other": torch.ones(1)}, branches)
+            fresh, expected = split("m", state, {"other": torch.ones(1)})
+            assert json.dumps(tree) == json.dumps(fresh)
+            assert list(tensors) == list(expected)
+            for name, tensor in tensors.items():
+                assert tensor is expected[name] or tensor.equal(expected[name])
+                assert not tensor.requires_grad
+
+
+def test_a_name_that_somebody_else_has_is_not_taken_from_memory():
+    branches = {}
+    state = {"x": torch.ones(1)}
+    split("m", state, {}, branches)
+    other = {"m.x": torch.zeros(1)}
+    tree, tensors = split("m", state, dict(other), branches)
+    assert (tree, set(tensors)) == split_names("m", state, other)
+    assert tensors["m.x"].item() == 0
+
+
+def split_names(name, state, others):
+    tree, tensors = split(name, state, dict(others))
+    return tree, set(tensors)
+
+
+def test_the_tree_of_tensors_that_stay_is_the_same_object():
+    branches = {}
+    first, _ = split("o", adam(), {}, branches)
+    second, _ = split("o", adam(lr=0.3), {}, branches)
+    assert second["state"] is first["state"]
+    assert second["param_groups"] != first["param_groups"]

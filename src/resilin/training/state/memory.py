@@ -9,18 +9,20 @@ and are marked complete last of all.
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from resilin.core.recovery import complete_copies, next_buffer, shares_written
 from resilin.engine.processes import process_gone
 from resilin.training.state.memory_file import (
+    DATA,
     FileWriter,
     Found,
     Writer,
@@ -29,18 +31,18 @@ from resilin.training.state.memory_file import (
     read_meta,
     read_pieces,
 )
-from resilin.training.state.placement import Piece, Placement, Split
+from resilin.training.state.placement import Piece, Placement, Split, deal
 from resilin.training.state.replica_parts import OwnState
 from resilin.training.state.shards import (
     Held,
     Shard,
     Sharded,
     own_pieces,
-    shares,
     split_shapes,
     whole_pieces,
 )
 from resilin.training.state.snapshot import Json, Snapshot, Version, names
+from resilin.training.state.stage import Block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,62 @@ class Place:
     """Number of processes on the host."""
     process: int
     """Number of the process in the job."""
+
+
+class StagedShare(NamedTuple):
+    """One share of a state, on its way to a file."""
+
+    number: int
+    """Number of the share."""
+    meta: dict[str, Any]
+    """Its JSON."""
+    block: Block
+    """Copies of its tensors."""
+    wait: Callable[[], None]
+    """Waits until the device has made them."""
+    sources: Mapping[Piece, Tensor]
+    """Their originals, which must not be freed before that."""
+
+
+class StagedCopy(NamedTuple):
+    """One replica's part of a state, copied aside and not written yet."""
+
+    version: Version
+    """Version of the state."""
+    place: Place
+    """Placement of the replica."""
+    shares: list[StagedShare]
+    """The shares that the replica writes."""
+
+
+class _Texts:
+    """JSON of one copy after another: parts of the tree that are the same object stay as text.
+
+    The parts of a tree are never changed in place: what has changed is another object.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Json, str]] = {}
+
+    def encode(self, meta: Mapping[str, Any]) -> str:
+        rest = {name: value for name, value in meta.items() if name != "tree"}
+        text = _dumps(rest)
+        if "tree" not in meta:
+            return text
+        parts = []
+        known: dict[str, tuple[Json, str]] = {}
+        for name, tree in meta["tree"].items():
+            before = self._known.get(name)
+            if before is None or before[0] is not tree:
+                before = tree, _dumps(tree)
+            known[name] = before
+            parts.append(f"{_dumps(name)}:{before[1]}")
+        self._known = known
+        return f'{text[:-1]},"tree":{{{",".join(parts)}}}}}'
+
+
+def _dumps(value: Json) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 class MemoryCopies:
@@ -89,6 +147,10 @@ class MemoryCopies:
         self._writers: dict[tuple[int, int], FileWriter] = {}
         self._turn = 0
         self._writer_process = Writer.here()
+        self._blocks: dict[int, Block] = {}
+        self._sizes: tuple[dict[str, int], int] | None = None
+        self._dealt: list[list[str]] = []
+        self._texts = _Texts()
 
     # Writing -------------------------------------------------------------------------------
 
@@ -100,41 +162,34 @@ class MemoryCopies:
         own: OwnState | None = None,
         *,
         previous: Version | None = None,
-        again: bool = False,
     ) -> None:
-        """Copies this replica's part of the state; complete when it returns.
+        """Stages and writes this replica's part of the state; complete when it returns.
+
+        Arguments and errors are those of `stage` and `write`.
+        """
+        self.write(self.stage(snapshot, sums, place, own), previous=previous)
+
+    def stage(
+        self,
+        snapshot: Snapshot,
+        sums: Mapping[str, Json],
+        place: Place,
+        own: OwnState | None = None,
+    ) -> StagedCopy:
+        """Copies this replica's part of the state aside; the state may change from then on.
 
         Args:
             snapshot: The state, the same on all replicas.
             sums: This replica's part of what is summed over the replicas.
             place: Placement of this replica. All replicas of the host must keep the same steps.
             own: State that only this replica has.
-            previous: The previous copy, or the state that the job resumed from.
-            again: Whether to overwrite the last copy, because an earlier state is available.
 
-        Raises:
-            OSError: There is no room for it. The previous copy is untouched.
-            RuntimeError: A process of another job writes to the same file.
+        Returns:
+            What `write` takes, good until the next call: what was staged before must be written.
         """
-        before = self._turn
-        self._turn = next_buffer(before, again=again)
-        try:
-            self._keep(snapshot, sums, place, own, previous)
-        except BaseException:
-            # Otherwise the next one would overwrite the last complete one.
-            self._turn = before
-            raise
-
-    def _keep(
-        self,
-        snapshot: Snapshot,
-        sums: Mapping[str, Json],
-        place: Place,
-        own: OwnState | None,
-        previous: Version | None,
-    ) -> None:
         num = place.num_local_processes
-        dealt = shares(snapshot.tensors, num)
+        dealt = self._deal(snapshot.tensors, num)
+        staged = []
         for share in shares_written(place.local_process, num):
             meta: dict[str, Any] = {
                 "share": share,
@@ -142,7 +197,6 @@ class MemoryCopies:
                 "host": place.host,
                 "branch": snapshot.version.branch,
                 "writer": self._writer_process,
-                "previous": None if previous is None else astuple(previous),
             }
             if share == 0:
                 meta["tree"] = snapshot.tree
@@ -154,7 +208,45 @@ class MemoryCopies:
                 if own is not None and own.tree:
                     meta["own"] = own.tree
                     pieces.update(whole_pieces(own.tensors, own.tensors))
-            self._writer(snapshot.version, share, place).write(snapshot.version, pieces, meta)
+            block = self._blocks.get(share)
+            if block is None or not block.fits(pieces):
+                block = self._blocks[share] = Block(pieces, DATA)
+            staged.append(StagedShare(share, meta, block, block.begin(pieces), pieces))
+        return StagedCopy(snapshot.version, place, staged)
+
+    def _deal(self, tensors: Mapping[str, Held], num: int) -> list[list[str]]:
+        """The names of the whole tensors of each share; computed again when a size changes."""
+        sizes = {name: held.nbytes for name, held in tensors.items() if isinstance(held, Tensor)}
+        if (sizes, num) != self._sizes:
+            self._sizes, self._dealt = (sizes, num), deal(sizes, num)
+        return self._dealt
+
+    def write(
+        self, copy: StagedCopy, *, previous: Version | None = None, again: bool = False
+    ) -> None:
+        """Writes what was staged; complete when it returns. Any thread may call it.
+
+        Args:
+            copy: What was staged last.
+            previous: The previous copy, or the state that the job resumed from.
+            again: Whether to overwrite the last copy, because an earlier state is available.
+
+        Raises:
+            OSError: There is no room for it. The previous copy is untouched.
+            RuntimeError: A process of another job writes to the same file.
+        """
+        before = self._turn
+        self._turn = next_buffer(before, again=again)
+        try:
+            for share in copy.shares:
+                share.wait()
+                share.meta["previous"] = None if previous is None else astuple(previous)
+                writer = self._writer(copy.version, share.number, copy.place)
+                writer.write(copy.version, share.block, self._texts.encode(share.meta))
+        except BaseException:
+            # Otherwise the next one would overwrite the last complete one.
+            self._turn = before
+            raise
 
     def _writer(self, version: Version, share: int, place: Place) -> FileWriter:
         key = (share, self._turn)

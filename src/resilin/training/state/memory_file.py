@@ -15,7 +15,8 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from ctypes import memmove
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +25,10 @@ import torch
 from torch import Tensor
 
 from resilin.core.recovery import CopyFile
-from resilin.engine.devices import to_host
 from resilin.engine.processes import process_gone, process_start
 from resilin.training.state.placement import Piece, Placement
 from resilin.training.state.snapshot import Version
+from resilin.training.state.stage import Block, Layout
 
 FORMAT = 3
 """Version of the files. Others are passed over: their job runs another resilin."""
@@ -35,8 +36,8 @@ SHARE = 0.5
 """Part of the memory's file system that copies may take: data loaders live there, too."""
 _HEADER = struct.Struct("<8sQqqqQQI")
 _MAGIC = b"resilin\n"
-_DATA = 4096
-_ALIGN = 64
+DATA = 4096
+"""Place of the first tensor."""
 _NAME = re.compile(r"(\d+)-\d+-\d+-\d+-[01]")
 
 
@@ -94,64 +95,42 @@ class FileWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._memory: mmap.mmap | None = None
-        self._layout: dict[Piece, tuple[torch.dtype, torch.Size]] = {}
-        self._views: dict[Piece, Tensor] = {}
-        self._table: list[list[Any]] = []
-        self._end = _DATA
+        self._layout: Layout | None = None
+        self._end = DATA
 
-    def write(self, version: Version, pieces: Mapping[Piece, Tensor], meta: dict[str, Any]) -> None:
-        """Copies pieces and JSON into the file; complete when it returns.
+    def write(self, version: Version, block: Block, meta: str) -> None:
+        """Copies tensors and JSON into the file; complete when it returns.
+
+        Args:
+            version: Version of the state.
+            block: The tensors.
+            meta: The rest, as the text of a JSON object that is not empty.
 
         Raises:
             OSError: There is no room for it.
             RuntimeError: A process of another job writes to the same file.
         """
-        layout = {piece: (tensor.dtype, tensor.shape) for piece, tensor in pieces.items()}
-        if layout != self._layout or self._memory is None:
-            self._arrange(pieces)
+        layout = block.layout
+        text = f'{meta[:-1]},"format":{FORMAT},"tensors":{layout.text}}}'.encode()
+        memory = self._memory
+        if memory is None or layout is not self._layout or self._end + len(text) > len(memory):
+            self._end = DATA + layout.num_bytes
+            memory = self._open(self._end + max(2**16, 2 * len(text)))
             self._layout = layout
-        meta["format"], meta["tensors"] = FORMAT, self._table
-        text = json.dumps(meta, separators=(",", ":")).encode()
-        memory = self._room_for(len(text))
         head = (version.generation, version.step, version.epoch, self._end, len(text))
         # Incomplete from here on, whatever happens.
         _HEADER.pack_into(memory, 0, _MAGIC, 0, *head, 0)
-        to_host((view, pieces[piece]) for piece, view in self._views.items())
+        if layout.num_bytes:
+            # Without the interpreter's lock, and on one core: others train meanwhile.
+            target = torch.frombuffer(
+                memory, dtype=torch.uint8, count=layout.num_bytes, offset=DATA
+            )
+            memmove(target.data_ptr(), block.data.data_ptr(), layout.num_bytes)
         memory[self._end : self._end + len(text)] = text
         _HEADER.pack_into(memory, 0, _MAGIC, 1, *head, zlib.crc32(text))
 
-    def _arrange(self, pieces: Mapping[Piece, Tensor]) -> None:
+    def _open(self, size: int) -> mmap.mmap:
         self.close()
-        offset = _DATA
-        self._table = []
-        for (name, placement), tensor in pieces.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            row: list[Any] = [name, dtype, list(tensor.shape), offset]
-            if placement is not None:
-                row += [placement.shape, placement.offsets, placement.sizes]
-            self._table.append(row)
-            offset += -(-tensor.nbytes // _ALIGN) * _ALIGN
-        self._end = offset
-        self._open(offset + 2**16)
-        self._map(pieces)
-
-    def _map(self, pieces: Mapping[Piece, Tensor]) -> None:
-        assert self._memory is not None
-        self._views = {
-            piece: _view(self._memory, tensor.dtype, row[2], row[3])
-            for (piece, tensor), row in zip(pieces.items(), self._table, strict=True)
-        }
-
-    def _room_for(self, num_bytes: int) -> mmap.mmap:
-        assert self._memory is not None
-        if self._end + num_bytes > len(self._memory):
-            pieces = dict(self._views)
-            self.close()
-            self._open(self._end + 2 * num_bytes)
-            self._map(pieces)
-        return self._memory
-
-    def _open(self, size: int) -> None:
         # A new file: readers of the old one keep what they have, and disk full shows here and not
         # as a bus error when the memory is touched.
         present = read_meta(self.path)
@@ -175,6 +154,7 @@ class FileWriter:
             else:
                 os.truncate(descriptor, size)
             self._memory = mmap.mmap(descriptor, size)
+            return self._memory
         except OSError:
             self.path.unlink(missing_ok=True)
             raise
@@ -184,7 +164,6 @@ class FileWriter:
     def close(self) -> None:
         """Lets go of the file; it stays."""
         # The memory is unmapped when the last view of it goes.
-        self._views = {}
         self._memory = None
 
 

@@ -1,7 +1,9 @@
 """The schedule of memory copies: when one is due, retries where none fits, and the steps at risk.
 
-The decisions are those of `core.recovery`. A copy that finds no room is tried again, first without
-the copies of earlier generations, later at growing intervals: memory may have been freed.
+The decisions are those of `core.recovery`. Training stands still while a state is staged; a thread
+then writes it, and the next ballot waits for the thread. A copy that finds no room is tried again,
+first without the copies of earlier generations, later at growing intervals: memory may have been
+freed.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ import logging
 import threading
 import time
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
-from resilin.core.recovery import is_kept, keep_interval, may_forget, steps_at_risk
+from resilin.core.recovery import is_kept, keep_interval, may_forget, may_vote, steps_at_risk
 from resilin.engine.base import Engine
-from resilin.training.state.memory import MemoryCopies, Place
+from resilin.training.state.memory import MemoryCopies, Place, StagedCopy
 from resilin.training.state.registry import Registry
 from resilin.training.state.snapshot import Version
 
@@ -39,9 +42,9 @@ class CopyInterval:
         self.steps = every if isinstance(every, int) else int(self.is_automatic)
         """The interval now; 0 if there are no copies."""
         self.copy_seconds = 0.0
-        """Time of one copy: the shortest of the last ones."""
+        """Time for which training stands still for one copy: the shortest of the last ones."""
         self.step_seconds = 0.0
-        """Time of the last step, without what is done between steps."""
+        """Time of the last step, without what is done between steps and what copies take of it."""
         self._began = time.monotonic()
         self._times: deque[float] = deque(maxlen=3)
 
@@ -51,10 +54,14 @@ class CopyInterval:
 
     def step_ends(self) -> None:
         """Ends that."""
-        self.step_seconds = time.monotonic() - self._began
+        self.step_seconds = max(0.0, time.monotonic() - self._began)
+
+    def waited(self, seconds: float) -> None:
+        """Takes the time for which a step stood still for a copy that was being written."""
+        self._began += seconds
 
     def copied(self, seconds: float) -> None:
-        """Takes the time of a copy."""
+        """Takes the time of a copy: of its staging, and of what was waited for."""
         self._times.append(seconds)
         self.copy_seconds = min(self._times)
 
@@ -89,12 +96,14 @@ class MemorySchedule:
         self.memory = memory
         """The copies of this host; None if it keeps none."""
         self.lock = threading.Lock()
-        """Held while a copy is written."""
+        """Held from when a state is staged until its copy is written."""
         self.resumed: Version | None = None
         """The state that this generation resumed from, if any."""
         self._engine = engine
         self._registry = registry
         self._interval = CopyInterval(every)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="resilin-memory")
+        self._writing: tuple[Version, Future[bool], float] | None = None
         self._kept: Version | None = None
         self._num_kept = 0
         self._all_kept = False
@@ -106,7 +115,12 @@ class MemorySchedule:
     # The vote ------------------------------------------------------------------------------
 
     def votes(self) -> tuple[float, float, float]:
-        """Seconds of a step and of a copy, and 1 if the last copy of this replica failed."""
+        """Seconds of a step and of a copy, and 1 if the last copy of this replica failed.
+
+        Waits for the copy that is being written, and raises what `wait` raises.
+        """
+        if not may_vote(writing=self._writing is not None):
+            self.wait()
         interval = self._interval
         return interval.step_seconds, interval.copy_seconds, float(self._failures > 0)
 
@@ -156,46 +170,74 @@ class MemorySchedule:
         return self.memory is not None and is_kept(step, self._interval.steps, stopping=stopping)
 
     def keep(self, version: Version) -> None:
-        """Copy the state, unless it was copied before. All replicas of the host copy the same."""
+        """Begin to copy the state, unless that was done before.
+
+        All replicas of the host copy the same. Returns when the state is staged: it may change from
+        then on, while a thread writes it. A copy that is being written is waited for.
+
+        Raises:
+            Exception: What the thread of the copy before has raised.
+        """
+        self.wait()
         memory = self.memory
         if memory is None or not self._interval.steps or version == self._kept:
             return
         if self._failures and version.step < self._retry_step:
             return
         began = time.monotonic()
-        with self.lock:
-            self._forget_earlier(memory)
-            try:
-                self._write(memory, version, again=False)
-            except OSError:
-                # Not the state that this generation resumed from: until its first own copy is
-                # complete on all replicas, that is the only one.
-                memory.forget(before=self._engine.membership.generation, but=self.resumed)
-                try:
-                    self._write(memory, version, again=self._needs_resumed(memory))
-                except OSError as error:
-                    self._failed(memory, version, error)
-                    return
+        self.lock.acquire()
+        try:
+            staged = self._stage(memory, version)
+            writing = self._thread.submit(self._write_out, memory, staged)
+        except BaseException:
+            self.lock.release()
+            raise
+        self._writing = version, writing, time.monotonic() - began
+
+    def wait(self) -> None:
+        """Wait until the copy that is being written is complete, or has failed for lack of room.
+
+        Raises:
+            Exception: What the thread has raised.
+        """
+        if self._writing is None:
+            return
+        version, writing, seconds = self._writing
+        began = time.monotonic()
+        error = writing.exception()
+        waited = time.monotonic() - began
+        self._interval.waited(waited)
+        # Not before: whoever is interrupted while it waits may wait again.
+        self._writing = None
+        if error is not None:
+            raise error
+        if not writing.result():
+            return
         if self._failures:
             logger.info("memory copies fit again, from step %d on", version.step)
         elif self._num_kept:
             # Not the first one, which allocates its memory, and not one that was delayed.
-            self._interval.copied(time.monotonic() - began)
+            self._interval.copied(seconds + waited)
         self._failures = 0
         self._kept = version
         self._num_kept += 1
 
-    def _needs_resumed(self, memory: MemoryCopies) -> bool:
-        """Whether the state that this generation resumed from is one of the two that must stay.
+    def close(self) -> None:
+        """End the thread, after the copy that it writes; files stay.
 
-        There is then no room for a third one, and a replica that waited for it would wait forever:
-        its first copy is overwritten.
+        Raises:
+            Exception: What the thread has raised.
         """
-        return self._num_kept > 0 and not self._forgot and self.resumed in memory.versions()
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            if self.memory is not None:
+                self.memory.close()
 
-    def _write(self, memory: MemoryCopies, version: Version, *, again: bool) -> None:
-        me, registry, resumed = self._engine.membership, self._registry, self.resumed
-        memory.keep(
+    def _stage(self, memory: MemoryCopies, version: Version) -> StagedCopy:
+        me, registry = self._engine.membership, self._registry
+        return memory.stage(
             registry.take(version),
             registry.take_sums(version.epoch),
             Place(
@@ -205,9 +247,40 @@ class MemorySchedule:
                 process=me.process,
             ),
             registry.take_own(),
-            previous=resumed if again else self._kept or resumed,
-            again=again,
         )
+
+    # In the thread -------------------------------------------------------------------------
+
+    def _write_out(self, memory: MemoryCopies, staged: StagedCopy) -> bool:
+        """Write a copy, with or without those of earlier generations; whether there was room."""
+        try:
+            self._forget_earlier(memory)
+            try:
+                self._write(memory, staged, again=False)
+            except OSError:
+                # Not the state that this generation resumed from: until its first own copy is
+                # complete on all replicas, that is the only one.
+                memory.forget(before=staged.version.generation, but=self.resumed)
+                try:
+                    self._write(memory, staged, again=self._needs_resumed(memory))
+                except OSError as error:
+                    self._failed(memory, staged.version, error)
+                    return False
+            return True
+        finally:
+            self.lock.release()
+
+    def _write(self, memory: MemoryCopies, staged: StagedCopy, *, again: bool) -> None:
+        previous = self.resumed if again else self._kept or self.resumed
+        memory.write(staged, previous=previous, again=again)
+
+    def _needs_resumed(self, memory: MemoryCopies) -> bool:
+        """Whether the state that this generation resumed from is one of the two that must stay.
+
+        There is then no room for a third one, and a replica that waited for it would wait forever:
+        its first copy is overwritten.
+        """
+        return self._num_kept > 0 and not self._forgot and self.resumed in memory.versions()
 
     def _forget_earlier(self, memory: MemoryCopies) -> None:
         """Removes earlier generations once the first copy of this one is complete everywhere.

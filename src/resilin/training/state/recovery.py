@@ -114,6 +114,8 @@ class Recovery:
         if not from_checkpoint and not start.in_memory:
             # What is in the memory of all hosts, or on storage, is not written again.
             self._copies.keep(self._seen)
+            # Before the first step: another job that writes to the same files is found out here.
+            self._copies.wait()
         self.listen()
         self._copies.step_begins()
 
@@ -129,6 +131,9 @@ class Recovery:
 
     def votes(self, ahead: int = 1) -> tuple[float, ...]:
         """This replica's part of a ballot: stop, save, and the cost of memory copies.
+
+        The ballot of a replica says that its last copy is complete, or has failed: it waits for
+        the thread that writes it.
 
         Args:
             ahead: Steps that will be committed between this and when the votes are counted.
@@ -199,6 +204,7 @@ class Recovery:
         engine = self._engine
         reason = engine.stop.reason or "another replica was asked to stop"
         engine.unwatch()
+        self._copies.wait()
         self._saves.save(version)
         if engine.membership.is_first:
             logger.info("stopped at step %d (%s)", version.step, reason)
@@ -207,7 +213,7 @@ class Recovery:
 
     def _last_words(self, reason: str, deadline_passed: bool) -> None:
         """Called by another thread before this process is ended: its main thread may be stuck."""
-        # A copy that is being written is completed first.
+        # A copy that was begun is completed first.
         self._copies.lock.acquire(timeout=10)
         logger.warning("replica %d exits: %s", self._engine.membership.replica, reason)
         memory = self._copies.memory
@@ -223,6 +229,7 @@ class Recovery:
         if not self.active or not self._listening:
             return
         self._engine.require_members()
+        self._copies.wait()
         self._saves.save(self._version())
         self._engine.unwatch()
         self._engine.stop.release()
@@ -239,11 +246,12 @@ class Recovery:
     def close(self) -> None:
         """Gives signals their handlers back and ends the watch. Copies in memory stay."""
         # As the end of a process would.
-        self._saves.end()
-        self._engine.unwatch()
-        self._engine.stop.close()
-        if self._copies.memory is not None:
-            self._copies.memory.close()
+        try:
+            self._copies.close()
+        finally:
+            self._saves.end()
+            self._engine.unwatch()
+            self._engine.stop.close()
 
 
 def _forget(memory: MemoryCopies) -> None:

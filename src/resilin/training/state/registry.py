@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 from resilin.training.state.replica_parts import OWN, SUMS, OwnState, is_past
 from resilin.training.state.shards import Held
-from resilin.training.state.snapshot import Json, Snapshot, Version, join, names, split
+from resilin.training.state.snapshot import Branches, Json, Snapshot, Version, join, names, split
 
 CURSORS = "loader/"
 """Prefix of the cursors of loaders."""
@@ -94,6 +94,7 @@ class Registry:
         self._ages: dict[str, int] = {}
         self._former: dict[str, FormerName] = {}
         self._first = True
+        self._branches: Branches = {}
 
     # Registering ---------------------------------------------------------------------------
 
@@ -209,7 +210,7 @@ class Registry:
         stale = {name: age for name in left if (age := self._ages[name]) < version.step}
         for name, thing in self._shared.items():
             if name not in left and name not in without:
-                tree[name], _ = split(name, thing.state_dict(), tensors)
+                tree[name], _ = split(name, thing.state_dict(), tensors, self._branches)
         if stale:
             tree[AGES] = stale
         return Snapshot(version, tree, tensors)

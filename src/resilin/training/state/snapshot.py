@@ -13,7 +13,7 @@ import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -52,8 +52,53 @@ class Snapshot:
         return join(self.tree[name], self.tensors)
 
 
+class Branch:
+    """A mapping with nothing but tensors in it, as it was last taken apart.
+
+    A state is taken apart again and again, and most of it has the same tensors each time. Where
+    types and keys are the same, so are the tree and the names: those that a tensor has that comes
+    first to its path, so that all replicas have the same, whatever they remember.
+
+    Args:
+        kind: Type of the mapping.
+        items: Its keys, each with the name of its tensor, or with a branch of the same kind.
+        tree: What `split` made of it.
+    """
+
+    __slots__ = ("items", "kind", "tree")
+
+    def __init__(self, kind: Any, items: list[tuple[Any, str | Branch]], tree: Json) -> None:
+        self.kind = kind
+        self.items = items
+        self.tree = tree
+
+    def follow(self, value: Any, found: list[tuple[str, Tensor]]) -> bool:
+        """Finds the tensors of the mapping as it is now; False if it is not the same any more."""
+        if type(value) is not self.kind or len(value) != len(self.items):
+            return False
+        for (key, item), (known, below) in zip(value.items(), self.items, strict=True):
+            # 1 is True, in Python and not in JSON.
+            if key != known or type(key) is not type(known):
+                return False
+            if isinstance(below, Branch):
+                if not below.follow(item, found):
+                    return False
+            elif type(item) is Tensor and item.layout is torch.strided:
+                found.append((below, item.detach() if item.requires_grad else item))
+            else:
+                return False
+        return True
+
+
+Branches: TypeAlias = dict[str, Branch]
+"""Parts of states by their paths, for `split`."""
+
+
 def split(
-    name: str, state: Any, tensors: dict[str, Held] | None = None
+    name: str,
+    state: Any,
+    tensors: dict[str, Held] | None = None,
+    branches: Branches | None = None,
 ) -> tuple[Json, dict[str, Held]]:
     """Takes a state apart.
 
@@ -62,6 +107,8 @@ def split(
         state: Numbers, strings, bytes, None, tensors (whole or `Sharded`), numpy arrays and
             numbers, and lists, tuples, sets, deques and dicts of them.
         tensors: Tensors of other states, to which those of this one are added.
+        branches: What earlier calls have found, and this one adds to. Trees have parts in common
+            then, and must not be changed.
 
     Returns:
         The tree, and the tensors by name. Tensors are those of the state and not copies.
@@ -70,10 +117,10 @@ def split(
         ValueError: Something else is in it; the message says what, and where.
     """
     tensors = {} if tensors is None else tensors
-    return _split(name, state, tensors), tensors
+    return _split(name, state, tensors, {} if branches is None else branches), tensors
 
 
-def _split(path: str, value: Any, tensors: dict[str, Held]) -> Json:
+def _split(path: str, value: Any, tensors: dict[str, Held], branches: Branches) -> Json:
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | str):
@@ -94,9 +141,9 @@ def _split(path: str, value: Any, tensors: dict[str, Held]) -> Json:
     if isinstance(value, torch.dtype):
         return {_KIND: "dtype", "of": str(value).removeprefix("torch.")}
     if isinstance(value, Mapping):
-        return _split_mapping(path, value, tensors)
+        return _split_mapping(path, value, tensors, branches)
     if isinstance(value, list | tuple | set | deque):
-        items = [_split(f"{path}.{i}", item, tensors) for i, item in enumerate(value)]
+        items = [_split(f"{path}.{i}", item, tensors, branches) for i, item in enumerate(value)]
         if isinstance(value, list):
             return items
         kind = next(name for name, cls in _SEQUENCES.items() if isinstance(value, cls))
@@ -123,19 +170,49 @@ def _put(tensors: dict[str, Held], path: str, tensor: Held) -> str:
     return name
 
 
-def _split_mapping(path: str, value: Mapping[Any, Any], tensors: dict[str, Held]) -> Json:
-    if type(value) is dict and _KIND not in value and all(type(key) is str for key in value):
-        return {key: _split(f"{path}.{key}", item, tensors) for key, item in value.items()}
-    pairs = []
+def _split_mapping(
+    path: str, value: Mapping[Any, Any], tensors: dict[str, Held], branches: Branches
+) -> Json:
+    known = branches.pop(path, None)
+    if known is not None:
+        found: list[tuple[str, Tensor]] = []
+        if known.follow(value, found) and tensors.keys().isdisjoint(dict(found)):
+            tensors.update(found)
+            branches[path] = known
+            return known.tree
+    simple = type(value) is dict and _KIND not in value and all(type(key) is str for key in value)
+    trees: list[Json] = []
     for key, item in value.items():
-        if not isinstance(key, str | int | float | bool | tuple | None):
+        if not simple and not isinstance(key, str | int | float | bool | tuple | None):
             raise ValueError(
                 f"{path} has the key {key!r} of type {type(key).__qualname__}; keys must be "
                 "strings, numbers, or tuples of them"
             )
-        pairs.append([_split(path, key, tensors), _split(f"{path}.{key}", item, tensors)])
-    kind = next((name for name, cls in _MAPPINGS.items() if isinstance(value, cls)), "dict")
-    return {_KIND: kind, "of": pairs}
+        trees.append(_split(f"{path}.{key}", item, tensors, branches))
+    tree: Json
+    if simple:
+        tree = dict(zip(value, trees, strict=True))
+    else:
+        keys = [_split(path, key, tensors, branches) for key in value]
+        kind = next((name for name, cls in _MAPPINGS.items() if isinstance(value, cls)), "dict")
+        tree = {_KIND: kind, "of": [list(pair) for pair in zip(keys, trees, strict=True)]}
+    items = [
+        (key, _below(f"{path}.{key}", item, sub, branches))
+        for (key, item), sub in zip(value.items(), trees, strict=True)
+    ]
+    if items and all(type(key) in (str, int) and below is not None for key, below in items):
+        branches[path] = Branch(type(value), cast("list[tuple[Any, str | Branch]]", items), tree)
+    return tree
+
+
+def _below(path: str, value: Any, tree: Json, branches: Branches) -> str | Branch | None:
+    """The name of a tensor, or the branch of a mapping; None if it has other things in it."""
+    if type(value) is Tensor:
+        # A name that had to avoid another one may be free the next time.
+        return path if tree["of"] == path else None
+    branch = branches.get(path)
+    # Keys with dots make the same path twice.
+    return branch if branch is not None and branch.tree is tree else None
 
 
 def join(tree: Json, tensors: Mapping[str, Held]) -> Any:

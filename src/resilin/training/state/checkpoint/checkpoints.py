@@ -19,9 +19,9 @@ from resilin.training.state.checkpoint.errors import CorruptCheckpoint
 from resilin.training.state.checkpoint.peers import Peers
 from resilin.training.state.checkpoint.reader import read
 from resilin.training.state.checkpoint.storage import open_storage
-from resilin.training.state.checkpoint.writer import Stage
 from resilin.training.state.placement import Wanted
 from resilin.training.state.snapshot import Snapshot, Version
+from resilin.training.state.stage import Stage
 
 logger = logging.getLogger("resilin.checkpoint")
 

@@ -28,7 +28,6 @@ from resilin.training.state.checkpoint.peers import Peers
 from resilin.training.state.checkpoint.storage import Storage
 from resilin.training.state.checkpoint.writer import (
     WRITTEN,
-    Stage,
     Written,
     write_metadata,
     write_share,
@@ -36,6 +35,7 @@ from resilin.training.state.checkpoint.writer import (
 from resilin.training.state.placement import Piece, Placement, check_split
 from resilin.training.state.shards import Sharded, own_pieces, shares, whole_pieces
 from resilin.training.state.snapshot import Json, Snapshot, Version
+from resilin.training.state.stage import Stage, Staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Task:
     """All its tensors, in their order."""
     layout: int
     """A checksum of names, dtypes and shapes of whole tensors: by these shares are dealt out."""
-    share: Outcome[dict[Piece, Tensor]]
+    share: Outcome[Staged]
     """Copies of the pieces that this process writes, if there was memory for them."""
 
     @classmethod
@@ -67,7 +67,7 @@ class Task:
             names=list(tensors),
             layout=zlib.crc32(repr(sorted(layout)).encode()),
             # Memory may lack on one process alone. The others are told, and do not wait for it.
-            share=Peers.attempt(lambda: stage.copy(_written_by(snapshot, peers))),
+            share=Peers.attempt(lambda: stage.begin(_written_by(snapshot, peers))),
         )
 
 
@@ -95,7 +95,7 @@ def save(storage: Storage, task: Task, peers: Peers) -> Commit:
                 f"{version} with tensors {layout:08x}: these must be the same"
             )
         share = Peers.value(task.share)
-        return write_share(storage, name, peers.process, share)
+        return write_share(storage, name, peers.process, share.complete())
 
     settled = False
 

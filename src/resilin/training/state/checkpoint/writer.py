@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from resilin.compat.torch_names import make_place
-from resilin.engine import devices
 from resilin.engine.collectives import Json, Wire
 from resilin.training.state.checkpoint.commit import METADATA_FILE, Entry, FileSum
 from resilin.training.state.checkpoint.storage import Storage
@@ -31,35 +30,6 @@ from resilin.training.state.placement import Piece, Placement
 
 _DCP_VERSION = "1.0.0"
 """Version of DCP's format that this is; newer versions of torch note it."""
-
-
-class Stage:
-    """Host memory for the pieces that a process writes, used again by each save."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[Piece, Tensor] = {}
-
-    def copy(self, pieces: Mapping[Piece, Tensor]) -> dict[Piece, Tensor]:
-        """Copies these pieces aside, and returns when that is done.
-
-        The copies are good until the next call. Memory is pinned where the device gains by it.
-        """
-        staged = {piece: self._buffer(piece, tensor) for piece, tensor in pieces.items()}
-        devices.to_host((buffer, pieces[piece].detach()) for piece, buffer in staged.items())
-        # What is no longer in the share is given back.
-        self._buffers = dict(staged)
-        return staged
-
-    def _buffer(self, piece: Piece, tensor: Tensor) -> Tensor:
-        old = self._buffers.get(piece)
-        pinned = devices.of(tensor.device).pins
-        if (
-            old is not None
-            and (old.shape, old.dtype) == (tensor.shape, tensor.dtype)
-            and old.is_pinned() >= pinned
-        ):
-            return old
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
 
 
 @dataclass(frozen=True, slots=True)
