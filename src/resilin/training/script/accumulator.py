@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
+from resilin.engine import devices
 from resilin.engine.collectives import Collectives
 from resilin.training.job import current_job
 from resilin.training.state.snapshot import join, split
+
+_Sum: TypeAlias = float | Tensor
+"""A sum of this replica: a number, or one that is on a device whose queue the host does not read.
+
+It is of type float64 there, so that it has the bits that a number of the host would have.
+"""
 
 
 class _Term:
     """The value of `stats[key]` outside `synchronized()`: it can only be added to."""
 
-    def __init__(self, value: float, key: Any) -> None:
+    def __init__(self, value: _Sum, key: Any) -> None:
         self._value = value
         self._key = key
 
@@ -28,10 +36,10 @@ class _Term:
         return self._refuse()
 
     def __iadd__(self, other: Any) -> _Term:
-        return _Term(self._value + _number(other), self._key)
+        return _Term(_add(self._value, _number(other)), self._key)
 
     def __isub__(self, other: Any) -> _Term:
-        return _Term(self._value - _number(other), self._key)
+        return _Term(_add(self._value, -_number(other)), self._key)
 
     def _refuse(self, *_: Any) -> Any:
         raise RuntimeError(
@@ -54,15 +62,55 @@ def _same_everywhere(peers: Collectives, text: str) -> bool:
     return bool(highest == -lowest)
 
 
-def _number(value: Any) -> float:
-    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+def _number(value: Any) -> _Sum:
+    """A copy of a number, on its device if reading it would wait for what is queued there."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    value = value.detach()
+    if value.numel() != 1 or value.is_complex() or not devices.of(value.device).queues:
+        return float(value)
+    copied: Tensor = value.to(torch.float64, copy=True)
+    return copied.reshape(())
+
+
+def _add(one: _Sum, other: _Sum) -> _Sum:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        # A script may train on several devices.
+        return one + other.to(one.device, non_blocking=True)
+    return one + other
+
+
+def _fetch(sums: Mapping[Any, _Sum]) -> Callable[[], dict[Any, float]]:
+    """Begins to read sums, all those of a device together.
+
+    Returns:
+        A function that waits for the numbers and returns them; any thread may call it.
+    """
+    by_device: dict[torch.device, list[Any]] = {}
+    for key, value in sums.items():
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, []).append(key)
+    known = dict(sums)
+    fetched = [
+        (keys, devices.Fetched(torch.stack([known[key] for key in keys])))
+        for keys in by_device.values()
+    ]
+
+    def read() -> dict[Any, float]:
+        for keys, numbers in fetched:
+            known.update(zip(keys, numbers.read(), strict=True))
+        return known
+
+    return read
 
 
 class Accumulator(MutableMapping[Any, Any]):
     """A dict of sums that are added to on each replica and read over all of them.
 
     Values start at 0. Outside `synchronized()` a value can only be added to (`+=`, `-=`, `update`)
-    or set (`=`, on this replica); within it, all values are sums over all replicas.
+    or set (`=`, on this replica); within it, all values are sums over all replicas. Adding a tensor
+    of a GPU does not wait for it: the sum stays there until `synchronized()` reads all values at
+    once.
 
     Examples:
         >>> stats = Accumulator()
@@ -73,7 +121,7 @@ class Accumulator(MutableMapping[Any, Any]):
     """
 
     def __init__(self) -> None:
-        self._sums: dict[Any, float] = {}
+        self._sums: dict[Any, _Sum] = {}
         self._total: dict[Any, float] | None = None
         job = current_job()
         # One created in the middle of an epoch is created there again, and starts from zero.
@@ -137,22 +185,35 @@ class Accumulator(MutableMapping[Any, Any]):
 
     def _reduce(self) -> dict[Any, float]:
         peers = current_job().engine.collectives()
+        # From here on they are numbers, which are not read again.
+        sums = _fetch(self._sums)()
+        self._sums = dict(sums)
         if peers.num == 1:
-            return dict(self._sums)
-        keys = sorted(self._sums, key=repr)
+            return sums
+        keys = sorted(sums, key=repr)
         if _same_everywhere(peers, repr(keys)):
-            values = torch.tensor([self._sums[key] for key in keys], dtype=torch.float64)
+            values = torch.tensor([sums[key] for key in keys], dtype=torch.float64)
             peers.reduce(values)
             return dict(zip(keys, values.tolist(), strict=True))
         total: dict[Any, float] = {}
-        for tree in peers.gather(split("Accumulator", self._sums)[0]):
+        for tree in peers.gather(split("Accumulator", sums)[0]):
             for key, value in join(tree, {}).items():
                 total[key] = total.get(key, 0.0) + value
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """This replica's sums."""
-        return {"sums": dict(self._sums)}
+        """This replica's sums. Waits for the device that has them."""
+        return {"sums": _fetch(self._sums)()}
+
+    def begin_state_dict(self) -> Callable[[], dict[str, Any]]:
+        """Begin to take the state, without waiting for a device.
+
+        Returns:
+            A function that waits, and returns what `state_dict` would have returned now; any thread
+            may call it.
+        """
+        read = _fetch(self._sums)
+        return lambda: {"sums": read()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""

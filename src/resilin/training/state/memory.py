@@ -172,7 +172,7 @@ class MemoryCopies:
     def stage(
         self,
         snapshot: Snapshot,
-        sums: Mapping[str, Json],
+        sums: Mapping[str, Json] | Callable[[], Mapping[str, Json]],
         place: Place,
         own: OwnState | None = None,
     ) -> StagedCopy:
@@ -180,7 +180,8 @@ class MemoryCopies:
 
         Args:
             snapshot: The state, the same on all replicas.
-            sums: This replica's part of what is summed over the replicas.
+            sums: This replica's part of what is summed over the replicas, or a function that
+                `write` calls for it.
             place: Placement of this replica. All replicas of the host must keep the same steps.
             own: State that only this replica has.
 
@@ -240,6 +241,9 @@ class MemoryCopies:
         try:
             for share in copy.shares:
                 share.wait()
+                sums = share.meta.get("sums", {})
+                if callable(sums.get("of")):
+                    sums["of"] = sums["of"]()
                 share.meta["previous"] = None if previous is None else astuple(previous)
                 writer = self._writer(copy.version, share.number, copy.place)
                 writer.write(copy.version, share.block, self._texts.encode(share.meta))

@@ -239,7 +239,7 @@ class MemorySchedule:
         me, registry = self._engine.membership, self._registry
         return memory.stage(
             registry.take(version),
-            registry.take_sums(version.epoch),
+            registry.begin_sums(version.epoch),
             Place(
                 host=me.host,
                 local_process=me.local_process,

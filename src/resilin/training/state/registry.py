@@ -46,7 +46,11 @@ class Stateful(Protocol):
 
 
 class Summed(Protocol):
-    """An object of which each replica has a part, such as an Accumulator."""
+    """An object of which each replica has a part, such as an Accumulator.
+
+    One whose part may be on a device has `begin_state_dict` too, which returns a function for
+    another thread: that waits for the device, and returns the state as it was.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """This replica's part, as `{"sums": ...}`."""
@@ -221,6 +225,18 @@ class Registry:
         Args:
             epoch: Completed epochs: unclaimed sums of these are left out.
         """
+        return self.begin_sums(epoch)()
+
+    def begin_sums(self, epoch: int = 0) -> Callable[[], dict[str, Json]]:
+        """Begin to take the sums, without waiting for devices that have some of them.
+
+        Args:
+            epoch: As in `take_sums`.
+
+        Returns:
+            A function that waits, and returns what `take_sums` would have returned now; any thread
+            may call it.
+        """
         left: dict[str, Json] = {}
         if self._first_replica:
             left, _ = self._left(
@@ -228,8 +244,13 @@ class Registry:
                 for name in self._unclaimed
                 if name.startswith(SUMS) and not is_past(name, epoch)
             )
-        parts = ((name, thing.state_dict()["sums"]) for name, thing in self._summed.items())
-        return left | {name: split(name, dict(sums))[0] for name, sums in parts}
+        begun = {name: _begin(thing) for name, thing in self._summed.items()}
+
+        def read() -> dict[str, Json]:
+            parts = ((name, state()["sums"]) for name, state in begun.items())
+            return left | {name: split(name, dict(sums))[0] for name, sums in parts}
+
+        return read
 
     def take_own(self) -> OwnState:
         """State that only this replica has. Tensors are not copied."""
@@ -350,6 +371,16 @@ class Registry:
                 stacklevel=2,
             )
         self._first = False
+
+
+def _begin(thing: Summed) -> Callable[[], dict[str, Any]]:
+    """Begins to take the state of a sum, if it can begin; else takes it."""
+    begin = getattr(thing, "begin_state_dict", None)
+    if begin is None:
+        state = thing.state_dict()
+        return lambda: state
+    begun: Callable[[], dict[str, Any]] = begin()
+    return begun
 
 
 def _check(name: str, thing: object) -> None:
