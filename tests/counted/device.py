@@ -11,6 +11,7 @@ import fcntl
 import functools
 import hashlib
 import importlib.util
+import itertools
 import os
 import shutil
 import subprocess
@@ -41,7 +42,7 @@ class Told(NamedTuple):
     """For an event: ticks since it was recorded."""
     thread: str
     stack: tuple[str, ...]
-    """`file:line function: text`, innermost first, without the frames of this module."""
+    """`file:line function: text`, innermost first, up to that of the test."""
 
     def __str__(self) -> str:
         return f"{self.what}: {self.how} (thread {self.thread})\n    " + "\n    ".join(self.stack)
@@ -97,9 +98,13 @@ class Counted:
         native.listen(self._listen)
 
     def _listen(self, what: str, how: str, age: int) -> None:
+        frames = itertools.takewhile(
+            lambda frame: not frame.filename.endswith("_pytest/python.py"),
+            reversed(traceback.extract_stack()[:-1]),
+        )
         lines = tuple(
             f"{frame.filename.removeprefix(HERE)}:{frame.lineno} {frame.name}: {frame.line}"
-            for frame in reversed(traceback.extract_stack()[:-1])
+            for frame in frames
         )
         told = Told(what, how, age, threading.current_thread().name, lines)
         with self._lock:

@@ -13,12 +13,9 @@ from torch.utils.data import TensorDataset
 import resilin
 from tests.counted.device import Counted, Told
 
-WARM_UP = 8
-"""Steps before anything is counted: buckets, optimizer states and plans are made in them.
-
-In steps 1, 2, 4, 8, 16, ... the contents of the gradient are compared as well (`gradient/seal.py`),
-which reads them. They are ever fewer, the only ones that read, and none of them is counted.
-"""
+WARM_UP = 4
+"""Steps before anything is counted: buckets, optimizer states and plans are made in them, and the
+contents of gradients are compared (`gradient/seal.py`), which reads them."""
 STEPS = 6
 """Steps that are counted."""
 
@@ -40,6 +37,7 @@ class Setup:
     record: bool = False
     accumulator: bool = False
     autoscale: bool = False
+    cross_check: int | str = "auto"
     rule: str = "adascale"
     events: Path | None = None
     checkpoints: Path | None = None
@@ -96,6 +94,7 @@ def train(counted: Counted, setup: Setup, replicas: int = 1) -> Run:
         rule=setup.rule,
         stats_every=1 if setup.measured else 10**6,
         scaler=scaler if setup.scaler else None,
+        cross_check=setup.cross_check,
     )
     loader = resilin.AdaptiveDataLoader(data, batch_size=batch, shuffle=True, max_local_bsz=8)
     if setup.autoscale:

@@ -6,23 +6,23 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import resilin
 from resilin.training.job import current_job
 from resilin.training.state import divergence
 from resilin.training.state.divergence import DivergenceCheck, sums_of
+from tests.counted import group
 from tests.replicas import num_replicas, replica
 
 D = torch.float64
 
 
-def make(**kwargs):
+def make(device="cpu", **kwargs):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(96, 6, generator=generator, dtype=D)
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(D)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(device, D)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.5)
     kwargs = {"rule": "linear", **kwargs}
     model = resilin.AdaptiveDataParallel(net, optimizer, **kwargs)
@@ -33,7 +33,8 @@ def make(**kwargs):
 def train(net, optimizer, model, loader, epochs, on_step=lambda step: None):
     for _ in range(epochs):
         for x, y in loader:
-            F.mse_loss(model(x), y).backward()
+            x, y = x.to(net[0].weight.device), y.to(net[0].weight.device)
+            (model(x) - y).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             on_step(model.clock.steps)
@@ -55,13 +56,35 @@ def test_one_ulp_of_one_parameter_is_noticed_and_named(world):
         if step == 6 and replica() == world - 1:
             one_ulp(parts[0][2].weight)
 
-    with pytest.raises(RuntimeError, match="diverged by step 8") as error:
+    with pytest.raises(RuntimeError, match=r"diverged by step 8") as error:
         train(*parts, 2, change)
     text = str(error.value)
     assert f"replica {world - 1} differs from" in text
     assert ("the other 2" if world == 3 else "replica 0") in text
     assert re.search(r"in parameter \d\.(weight|bias) and \d+ more|in parameter 2.weight", text)
     assert parts[2].clock.steps == 9  # the ballot of the ninth step compares what is left of 8
+
+
+@pytest.mark.world_size(2, init=False)
+def test_a_device_that_queues_its_work_is_compared_a_step_later_and_nobody_waits(counted):
+    group.join()
+    parts = make(counted.device, cross_check=4)
+    counted.set_delay(1)
+
+    def change(step):
+        counted.tick()
+        if step == 6 and replica() == 1:
+            one_ulp(parts[0][2].weight)
+
+    with pytest.raises(RuntimeError, match=r"diverged by step 8.*replica 1 differs from replica 0"):
+        train(*parts, 2, change)
+    assert parts[2].clock.steps == 10  # a step later than where nothing is queued
+    ours = [
+        told
+        for told in counted.told("read", "wait")
+        if "resilin/training/state/divergence.py" in str(told)
+    ]
+    assert ours == []
 
 
 @pytest.mark.world_size(3)

@@ -18,7 +18,7 @@ import os
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -29,8 +29,9 @@ from resilin.compat.torch_names import ignored_by_ddp
 from resilin.core import _validate, time_share
 from resilin.core.agreement import all_same, pieces, squares
 from resilin.core.rules import Factors
-from resilin.engine import environment
+from resilin.engine import devices, environment
 from resilin.engine.base import Engine
+from resilin.engine.devices import Fetched
 from resilin.training.timeline import Timeline
 
 CrossCheck = int | Literal["auto", "off"]
@@ -63,6 +64,43 @@ def _setting(setting: CrossCheck) -> CrossCheck:
     return _validate.whole("cross_check", told, at_least=1)
 
 
+class _Taken:
+    """The compared values of one step, by name; as hex, which is small and exact.
+
+    Args:
+        step: Steps made so far.
+        began: When it was begun to take them, by `time.perf_counter()`.
+        said: Those of the host.
+        trained: The parameters, whose sums may still be under way when this returns.
+    """
+
+    def __init__(
+        self, step: int, began: float, said: dict[str, str], trained: Mapping[str, Tensor]
+    ) -> None:
+        self.step = step
+        self._said = said
+        self._names = list(trained)
+        places = {parameter.device for parameter in trained.values()}
+        self.queued = any(devices.of(place).queues for place in places)
+        """Whether to read them means to wait, unless that is done a step later."""
+        before = _marks(places)
+        self._sums = _fetch_sums(list(trained.values()))
+        self._marks = list(zip(before, _marks(places), strict=True))
+        self.time = time.perf_counter()
+        self._seconds = self.time - began
+
+    def read(self) -> dict[str, str]:
+        """All of them; waits if a device has not come this far."""
+        for name, (columns, rows) in zip(self._names, _read_sums(self._sums), strict=True):
+            self._said[f"parameter {name}"] = f"{columns % 2**64:016x}{rows % 2**64:016x}"
+        return self._said
+
+    @property
+    def seconds(self) -> float:
+        """Time that taking them has cost: that of the host, or of a device if it took longer."""
+        return max([self._seconds, *(a.elapsed_time(b) / 1000 for a, b in self._marks)])
+
+
 class DivergenceCheck:
     """Compares the replicas of a job in the ballot of a step; a voter.
 
@@ -74,6 +112,8 @@ class DivergenceCheck:
         timeline: Its clock.
         module: The model whose trained parameters must be the same on all replicas.
         every: Steps between two checks; `auto` keeps to `SHARE` of the time, `off` never checks.
+            A hash of a device that queues its work is compared a step later, so that nobody waits
+            for it, and the next one is taken after that.
         decided: Returns other numbers that must be the same, by name, as in `decided_by`.
 
     Raises:
@@ -96,10 +136,14 @@ class DivergenceCheck:
         self._members: tuple[int, int] | None = None
         self._due = 0
         self._checked: tuple[int, float] | None = None
+        self._taken: _Taken | None = None
         self._said: Mapping[str, str] = {}
 
     def votes(self) -> tuple[float, ...]:
-        """Pieces of the hash, their squares, and its cost; empty if it is not due."""
+        """Pieces of the hash, their squares, and its cost; empty if it is not due.
+
+        Where the device queues its work, the hash is of the step before: nobody waits for it.
+        """
         engine, step = self._engine, self._timeline.clock.steps
         self._said = {}
         if self._every == "off" or engine.membership.num_replicas == 1:
@@ -107,18 +151,23 @@ class DivergenceCheck:
         members = (engine.membership.generation, engine.membership.num_replicas)
         if members != self._members:
             # A replica that joined has to start with the state of the others.
-            self._members, self._due, self._checked = members, step, None
-        if step < self._due:
-            return ()
+            self._members, self._due, self._checked, self._taken = members, step, None, None
+        if self._taken is None:
+            if step < self._due:
+                return ()
+            self._taken = self._take(step)
+            if self._taken.queued:
+                return ()
+        taken, self._taken = self._taken, None
         began = time.perf_counter()
-        self._said = self._state()
+        self._said = taken.read()
         parts = pieces(_digest(self._said))
-        now = time.perf_counter()
+        seconds = taken.seconds + time.perf_counter() - began
         per_step = 0.0
-        if self._checked is not None and step > self._checked[0]:
-            per_step = (now - self._checked[1]) / (step - self._checked[0])
-        self._checked = (step, now)
-        return (*parts, *squares(parts), now - began, per_step)
+        if self._checked is not None and taken.step > self._checked[0]:
+            per_step = (taken.time - self._checked[1]) / (taken.step - self._checked[0])
+        self._checked = (taken.step, taken.time)
+        return (*parts, *squares(parts), seconds, per_step)
 
     def counted(self, votes: tuple[float, ...]) -> None:
         """Compare the hashes of all replicas.
@@ -146,19 +195,18 @@ class DivergenceCheck:
 
     # What is compared ----------------------------------------------------------------------
 
-    def _state(self) -> dict[str, str]:
-        """The compared values by name; as hex, which is small and exact."""
-        told = {"clock": _hex(*self._timeline.clock.state().values())}
-        told |= {name: _hex(*numbers) for name, numbers in self._decided().items()}
+    def _take(self, step: int) -> _Taken:
+        """The compared values as they are now."""
+        began = time.perf_counter()
+        said = {"clock": _hex(*self._timeline.clock.state().values())}
+        said |= {name: _hex(*numbers) for name, numbers in self._decided().items()}
         ignored = ignored_by_ddp(self._module)
         trained = {
             name: parameter
             for name, parameter in self._module.named_parameters()
             if parameter.requires_grad and name not in ignored
         }
-        for name, (columns, rows) in zip(trained, sums_of(list(trained.values())), strict=True):
-            told[f"parameter {name}"] = f"{columns % 2**64:016x}{rows % 2**64:016x}"
-        return told
+        return _Taken(step, began, said, trained)
 
     def _who(self) -> str:
         """Description of the differences by replica. Collective: all replicas have seen them."""
@@ -202,15 +250,27 @@ def sums_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     The bytes are read as whole numbers in a table. The sums of its columns and those of its rows
     are weighted by their places; all sums wrap around, so that their order does not matter.
     """
-    if not tensors:
-        return []
+    return _read_sums(_fetch_sums(tensors))
+
+
+def _fetch_sums(tensors: Sequence[Tensor]) -> list[Fetched]:
+    """The sums of all tensors, under way to the host: one transfer if they are on one device."""
     with torch.no_grad():
         found = [_weighted(tensor) for tensor in tensors]
-        devices = {tensor.device for tensor in found}
-        if len(devices) > 1:
-            found = [tensor.cpu() for tensor in found]
-        # One transfer for all of them.
-        return [(columns, rows) for columns, rows in torch.stack(found).tolist()]
+        if len({tensor.device for tensor in found}) > 1:
+            return [Fetched(tensor) for tensor in found]
+        return [Fetched(torch.cat(found))] if found else []
+
+
+def _read_sums(fetched: Sequence[Fetched]) -> list[tuple[int, int]]:
+    numbers = [int(number) for each in fetched for number in each.read()]
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def _marks(places: Iterable[torch.device]) -> list[devices.Event]:
+    """Events in the queues of these devices, if they have any."""
+    marks = [devices.of(place).event(place) for place in places]
+    return [mark for mark in marks if mark is not None]
 
 
 def _weighted(tensor: Tensor) -> Tensor:

@@ -1,0 +1,92 @@
+"""Nothing on the way of a step makes the host wait for the device.
+
+The counting device (`tests/counted`) notices each read, each copy from pageable memory and each
+wait. After some steps to warm up, there is none of them in a step, measured or not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from resilin.training.model import TrainedModel
+from tests.counted import group
+from tests.counted.device import Told
+from tests.counted.loop import STEPS, Run, Setup, train
+
+SETUPS = {
+    "plain": Setup(cross_check=1),
+    "accumulation": Setup(micro_batches=3),
+    "groups": Setup(groups=True, clip=True),
+    "tokens": Setup(tokens=True, micro_batches=2),
+    "scaler": Setup(scaler=True, clip=True),
+    "records": Setup(record=True, events=Path("events")),
+    "autoscaling": Setup(autoscale=True),
+    "recovery": Setup(checkpoints=Path("checkpoints"), memory_every=10**6),
+}
+OF_TORCH = ("torch/amp/grad_scaler.py", "_maybe_opt_step")
+"""A GradScaler asks once per step whether the gradient was finite; nobody else may ask anything."""
+
+
+def of_torch(told: Told) -> bool:
+    return told.what == "read" and all(part in told.stack[1] for part in OF_TORCH)
+
+
+def stalls(run: Run) -> list[Told]:
+    """What made the host wait: an event of an earlier step is not among it."""
+    waits = [told for told in run.of("wait") if told.age == 0]
+    return [told for told in run.of("read", "upload") if not of_torch(told)] + waits
+
+
+def check(counted, monkeypatch, tmp_path: Path, setup: Setup, replicas: int) -> None:
+    if setup.checkpoints is not None:
+        monkeypatch.setenv("RESILIN_MEMORY_DIR", str(tmp_path / "memory"))
+    if setup.events is not None:
+        monkeypatch.delenv("RESILIN_RUN_DIR")
+    run = train(counted, setup.within(tmp_path), replicas)
+    assert not stalls(run), "\n\n".join(map(str, stalls(run)))
+    asked = [told for told in run.told if of_torch(told)]
+    assert len(asked) == (STEPS if setup.scaler else 0)
+    assert torch.isfinite(run.parameters).all()
+    if setup.measured and not setup.autoscale:
+        assert run.model.noise is not None
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize("measured", [False, True], ids=["unmeasured", "measured"])
+@pytest.mark.parametrize("name", SETUPS)
+def test_no_host_read_of_one_replica(
+    counted, monkeypatch, tmp_path, every_step_told, name, measured
+):
+    check(counted, monkeypatch, tmp_path, SETUPS[name].but(measured=measured), 1)
+
+
+@pytest.mark.world_size(2, init=False)
+@pytest.mark.parametrize("measured", [False, True], ids=["unmeasured", "measured"])
+@pytest.mark.parametrize("name", SETUPS)
+def test_no_host_read_of_two_replicas(
+    counted, monkeypatch, shared_path, every_step_told, name, measured
+):
+    group.join()
+    check(counted, monkeypatch, shared_path, SETUPS[name].but(measured=measured), 2)
+
+
+def reading(monkeypatch, owner: type, name: str) -> None:
+    """Puts one `.item()` into a method on the way of a step."""
+    own = getattr(owner, name)
+
+    def mutated(self, *args, **kwargs):
+        self.optimizer.param_groups[0]["params"][0].sum().item()  # put back
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, mutated)
+
+
+@pytest.mark.world_size(1, init=False)
+def test_one_item_that_is_put_back_is_caught_with_its_line(counted, monkeypatch):
+    reading(monkeypatch, TrainedModel, "step_optimizer")
+    found = [told for told in stalls(train(counted, Setup())) if "# put back" in told.place]
+    assert len(found) == STEPS
+    assert all("test_host_reads.py" in told.place for told in found)
