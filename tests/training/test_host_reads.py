@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from resilin.training.gradient.step import StepGradient
 from resilin.training.model import TrainedModel
 from tests.counted import group
 from tests.counted.device import Told
 from tests.counted.loop import STEPS, Run, Setup, train
+from tests.replicas import replica
 
 SETUPS = {
     "plain": Setup(cross_check=1),
@@ -22,9 +24,10 @@ SETUPS = {
     "groups": Setup(groups=True, clip=True),
     "tokens": Setup(tokens=True, micro_batches=2),
     "scaler": Setup(scaler=True, clip=True),
-    "records": Setup(record=True, events=Path("events")),
+    "records": Setup(record=True, events=Path("events"), accumulator=True),
     "autoscaling": Setup(autoscale=True),
     "recovery": Setup(checkpoints=Path("checkpoints"), memory_every=10**6),
+    "copies": Setup(checkpoints=Path("checkpoints"), memory_every=2),
 }
 OF_TORCH = ("torch/amp/grad_scaler.py", "_maybe_opt_step")
 """A GradScaler asks once per step whether the gradient was finite; nobody else may ask anything."""
@@ -34,9 +37,24 @@ def of_torch(told: Told) -> bool:
     return told.what == "read" and all(part in told.stack[1] for part in OF_TORCH)
 
 
+def of_copy(told: Told) -> bool:
+    """The noise is part of the state: a copy that follows a measured step waits for its norms."""
+    waits = told.what == "wait" and "scaling/estimates.py" in str(told)
+    return waits and "memory_schedule.py" in str(told)
+
+
+def on_the_way(told: Told) -> bool:
+    """Whether it was in a thread of the step: the main one, or one of autograd's."""
+    return told.thread == "MainThread" or told.thread.startswith("Dummy-")
+
+
 def stalls(run: Run) -> list[Told]:
-    """What made the host wait: an event of an earlier step is not among it."""
-    waits = [told for told in run.of("wait") if told.age == 0]
+    """What made the step wait: an event of an earlier step is not among it.
+
+    Nor is the thread that writes a copy of the state, which waits for the staging of that copy.
+    """
+    waits = [told for told in run.of("wait") if told.age == 0 and on_the_way(told)]
+    waits = [told for told in waits if not of_copy(told)]
     return [told for told in run.of("read", "upload") if not of_torch(told)] + waits
 
 
@@ -50,8 +68,13 @@ def check(counted, monkeypatch, tmp_path: Path, setup: Setup, replicas: int) -> 
     asked = [told for told in run.told if of_torch(told)]
     assert len(asked) == (STEPS if setup.scaler else 0)
     assert torch.isfinite(run.parameters).all()
+    # It can only be said of what was done.
     if setup.measured and not setup.autoscale:
         assert run.model.noise is not None
+    copies = [told for told in run.of("fetch") if "training/state/memory.py" in str(told)]
+    assert bool(copies) == (setup.memory_every == 2)
+    if setup.record and replica() == 0:
+        assert [told for told in run.of("fetch") if "recorder.py" in str(told)]
 
 
 @pytest.mark.world_size(1)
@@ -73,20 +96,34 @@ def test_no_host_read_of_two_replicas(
     check(counted, monkeypatch, shared_path, SETUPS[name].but(measured=measured), 2)
 
 
-def reading(monkeypatch, owner: type, name: str) -> None:
-    """Puts one `.item()` into a method on the way of a step."""
+def of_optimizer(self):
+    return self.optimizer.param_groups[0]["params"][0]
+
+
+def of_gradient(self):
+    return self._model.parameters.all[0]
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize(
+    ("owner", "name", "parameter", "thread"),
+    [
+        (TrainedModel, "step_optimizer", of_optimizer, "MainThread"),
+        (StepGradient, "conclude", of_gradient, "Dummy-"),
+    ],
+    ids=["optimizer.step", "backward"],
+)
+def test_one_item_that_is_put_back_is_caught_with_its_line(
+    counted, monkeypatch, owner, name, parameter, thread
+):
     own = getattr(owner, name)
 
     def mutated(self, *args, **kwargs):
-        self.optimizer.param_groups[0]["params"][0].sum().item()  # put back
+        parameter(self).sum().item()  # put back
         return own(self, *args, **kwargs)
 
     monkeypatch.setattr(owner, name, mutated)
-
-
-@pytest.mark.world_size(1, init=False)
-def test_one_item_that_is_put_back_is_caught_with_its_line(counted, monkeypatch):
-    reading(monkeypatch, TrainedModel, "step_optimizer")
     found = [told for told in stalls(train(counted, Setup())) if "# put back" in told.place]
-    assert len(found) == STEPS
+    assert len(found) >= STEPS
+    assert any(told.thread.startswith(thread) for told in found)
     assert all("test_host_reads.py" in told.place for told in found)
