@@ -134,7 +134,8 @@ def test_a_compiled_model_trains_as_an_uncompiled_one(world, how):
     breaks = list(counters["graph_break"])
     ours = [text for text in breaks if "AdaptiveDataParallel.forward" in text]
     ddp = [text for text in breaks if "DistributedDataParallel._inside_ddp_forward" in text]
-    assert len(ours) == (1 if how is outside else 0)
+    # torch 2.13 begins within our forward pass where it is compiled in place, 2.15 before it.
+    assert len(ours) in {outside: {1}, outside_in_place: {0, 1}}.get(how, {0})
     assert len(breaks) == len(ours) + len(ddp), breaks
     assert not ddp or (world == 2 and "outside" in how.__name__)
     assert torch._dynamo.config.error_on_recompile is False
