@@ -38,8 +38,9 @@ Contender = Callable[[], Iterator[None]]
 
 WARM_STEPS = 24
 WARM_SECONDS = 2.0
-"""Processor time before the first turn: intervals of measurements and copies have settled by then,
-and the first 0.1 s of reports, which are free, are used up."""
+"""Processor time before the first turn: intervals of measurements and copies have settled by then.
+Where steps are so short that a report is a part of one that counts, the 0.1 s of reports that are
+free in each job are used up, too."""
 VISIT_SECONDS = 0.06
 """Processor time of a contender before the next one runs, unless one step takes longer."""
 TURN_STEPS = 20
