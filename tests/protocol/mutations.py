@@ -77,6 +77,9 @@ MUTATIONS: dict[str, Rules] = {
     "a share has one writer": Rules(shares_written=_without_neighbour),
     "any share makes a copy complete": Rules(complete_copies=_any_share),
     "copies have one buffer": Rules(next_buffer=lambda last, *, again: last),
+    "a step is committed while the copy of the last one is written": Rules(
+        may_vote=lambda *, writing: True
+    ),
     "old copies go before the first new one is complete": Rules(may_forget=lambda num: True),
     "the oldest state wins": Rules(candidates=_oldest_first),
     "the newest state wins, whole or not": Rules(candidates=_newest_always),

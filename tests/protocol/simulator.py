@@ -41,6 +41,7 @@ class Rules:
     is_kept: Callable[..., bool] = recovery.is_kept
     shares_written: Callable[..., tuple[int, ...]] = recovery.shares_written
     next_buffer: Callable[..., int] = recovery.next_buffer
+    may_vote: Callable[..., bool] = recovery.may_vote
     may_forget: Callable[[int], bool] = recovery.may_forget
     complete_copies: Callable[..., Any] = recovery.complete_copies
     candidates: Callable[..., Any] = recovery.candidates
@@ -88,6 +89,16 @@ class Copy(NamedTuple):
     replica: int | None
     """Whose own part it holds, if any."""
     own: Own | None
+
+
+class Staged(NamedTuple):
+    """What the replicas have copied aside, and their threads have yet to write."""
+
+    version: Version
+    state: State
+    own: tuple[Own, ...]
+    parts: frozenset[str]
+    previous: Version | None
 
 
 class Saved(NamedTuple):
@@ -224,6 +235,7 @@ class Generation:
         self.num_kept = 0
         self.buffer = 0
         self.kept: Version | None = None
+        self.staged: Staged | None = None
         self.full: set[int] = set()
         self.registered: set[str] = {"model"}
         self.unclaimed: set[str] = set()
@@ -308,6 +320,7 @@ class Generation:
         if chosen is None or chosen.source == "checkpoint" or holders < len(hosts):
             # What every host has already is not written again.
             self.keep()
+            self.write()
 
     def take_memory(self, copies: list[Copy], own: dict[int, Own]) -> None:
         states = {id(copy.state) for copy in copies}
@@ -400,6 +413,8 @@ class Generation:
                 self.one_pass()
             # Evaluation.
             self.place()
+            self.vote()
+            self.promise()
             self.state = self.state._replace(epoch=epoch + 1)
             self.boundary()
         if self.pending:
@@ -412,6 +427,8 @@ class Generation:
             left = setting.num_samples - cursor % setting.num_samples
             stop = cursor + min(setting.batch_size, left)
             self.place()
+            self.vote()
+            self.promise()
             self.state = self.state._replace(
                 step=self.state.step + 1,
                 cursor=self.rules.commit(cursor, stop),
@@ -441,6 +458,7 @@ class Generation:
         if self.rules.is_kept(self.state.step, setting.interval, stopping=stopping):
             self.keep()
         if stopping:
+            self.write()
             # In order: all replicas stop here, and the state is saved where there is storage.
             if setting.save_every:
                 self.settle_saves(at_once=True)
@@ -468,7 +486,7 @@ class Generation:
                 history.damaged.add(len(history.saved) - 1)
 
     def keep(self, cuts: dict[int, int] | None = None) -> None:
-        """All replicas copy the state into the memory of their hosts.
+        """All replicas stage the state; their threads write it into the memory of their hosts.
 
         Args:
             cuts: Files that a replica completes before it dies in the middle of the next.
@@ -477,10 +495,33 @@ class Generation:
         version = self.version()
         if not setting.interval or version == self.kept:
             return
+        self.write()
         if cuts is None and self.countdown == 0 and self.rng.random() < 0.7:
             self.countdown = -1
             cuts = self.draw_cuts()
         parts = frozenset(rules.kept_parts(self.registered, self.unclaimed))
+        self.staged = Staged(version, self.state, tuple(self.own), parts, self.kept)
+        self.kept = version
+        if cuts is not None:
+            self.write(cuts)
+            raise Fault
+
+    def vote(self) -> None:
+        """What a replica does before its ballot: it waits for its copy, or does not."""
+        if self.staged is not None and not self.rules.may_vote(writing=True):
+            self.write()
+
+    def write(self, cuts: dict[int, int] | None = None) -> None:
+        """The threads of all replicas write what was staged.
+
+        Args:
+            cuts: Files that a replica completes before it dies in the middle of the next.
+        """
+        rules, staged = self.rules, self.staged
+        if staged is None:
+            return
+        self.staged = None
+        version = staged.version
         buffer = self.buffer = rules.next_buffer(self.buffer, again=False)
         if rules.may_forget(self.num_kept + 1) and not self.full:
             # Before the copy: there may be room for one generation alone.
@@ -500,22 +541,21 @@ class Generation:
                     if self.rng.random() < 0.5:
                         files[key] = version
                     break
-                own = self.own[replica] if share == local else None
+                own = staged.own[replica] if share == local else None
                 files[key] = Copy(
                     version,
                     number,
                     share,
                     num,
                     len(self.replicas),
-                    self.kept,
-                    self.state,
-                    parts,
+                    staged.previous,
+                    staged.state,
+                    staged.parts,
                     replica if own is not None else None,
                     own,
                 )
                 if left is not None:
                     left -= 1
-        self.kept = version
         self.num_kept += 1
         dead = set() if cuts is None else set(cuts)
         for number, (index, num) in enumerate(self.members):
@@ -525,11 +565,17 @@ class Generation:
             lost = len(dead & set(mine))
             if index not in self.full and (lost == 0 or (lost == 1 and num > 1)):
                 self.history.hosts[index].safe = version
-        if cuts is not None:
-            raise Fault
-        hosts = tuple(self.history.hosts[index] for index, _ in self.members)
-        # A host without room has its last copies for good, while the others move on.
-        self.history.whole = None if self.full else (version, hosts)
+        if cuts is None:
+            hosts = tuple(self.history.hosts[index] for index, _ in self.members)
+            # A host without room has its last copies for good, while the others move on.
+            self.history.whole = None if self.full else (version, hosts)
+
+    def promise(self) -> None:
+        """The oracle: a step is committed, so the copy of the one before is safe."""
+        if self.staged is not None:
+            for index, _ in self.members:
+                if index not in self.full:
+                    self.history.hosts[index].safe = self.staged.version
 
     def draw_cuts(self) -> dict[int, int]:
         """Who dies in the middle of the copy; the others complete theirs before they end."""
@@ -553,6 +599,9 @@ class Generation:
                 self.full.add(self.members[0][0])
             return
         rng, history = self.rng, self.history
+        if self.staged is not None:
+            # Some replicas die while they write, the others complete their copies.
+            self.write(self.draw_cuts())
         kind = rng.random()
         if kind < 0.25:
             # A host is lost, with its memory.

@@ -25,11 +25,12 @@ class Frozen:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        # Looked up once, not for each copy of the state: a wrapped module gets no other ones.
+        self._named = list(module.named_parameters())
         self._at_start = self._now()
 
     def _now(self) -> list[str]:
-        return [name for name, p in self._module.named_parameters() if not p.requires_grad]
+        return [name for name, p in self._named if not p.requires_grad]
 
     def state_dict(self) -> dict[str, Any]:
         """Names of the parameters that are frozen: when the model was wrapped, and now."""
@@ -46,6 +47,6 @@ class Frozen:
             )
             return
         frozen = set(state["now"])
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in self._named:
             if parameter.requires_grad == (name in frozen):
                 parameter.requires_grad_(name not in frozen)
