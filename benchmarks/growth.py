@@ -126,7 +126,10 @@ def share_seconds(replicas: int, repeats: int) -> float:
 
 
 def step_seconds(replicas: int, num_steps: int) -> tuple[float, int]:
-    """A whole step of the last replica, and the numbers in its ballot."""
+    """A whole step of the last replica, and the numbers in its usual ballot.
+
+    Now and then a ballot has a comparison of all replicas in it, too.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     resilin.reset_job()
@@ -137,11 +140,11 @@ def step_seconds(replicas: int, num_steps: int) -> tuple[float, int]:
     model = resilin.AdaptiveDataParallel(net, optimizer, stats_every=1)
     batch_size = PER_REPLICA * replicas
     loader = resilin.AdaptiveDataLoader(Rows(), batch_size, shuffle=True, max_local_bsz=4)
-    times, ballot, start = [], 0, time.process_time()
+    times, ballots, start = [], [0], time.process_time()
     for x, y in loader:
         F.cross_entropy(model(x), y).backward()
         if (sent := model._trained._ballot.sent) is not None:
-            ballot = sent.numel()
+            ballots.append(sent.numel())
         optimizer.step()
         optimizer.zero_grad()
         if model.clock.steps > len(times):
@@ -151,7 +154,7 @@ def step_seconds(replicas: int, num_steps: int) -> tuple[float, int]:
                 break
     if replicas > 1:
         dist.destroy_process_group()
-    return statistics.median(times), ballot
+    return statistics.median(times), statistics.median_low(ballots)
 
 
 def by_replicas(quick: bool) -> Points:
