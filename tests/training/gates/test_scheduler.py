@@ -400,7 +400,7 @@ def test_a_run_that_is_made_longer_gets_the_steps_it_had_overshot():
         net, optimizer, scheduler, rule="adascale", schedule_by="rule", stats_every=1
     )
     loader = resilin.AdaptiveDataLoader(data(), batch_size=8, shuffle=True)
-    loader.set_batch_size(40)
+    loader.set_batch_size(56)
 
     def train(epochs):
         for _ in resilin.remaining_epochs_until(epochs):

@@ -95,6 +95,16 @@ def test_the_gain_agrees_with_per_sample_gradients(world, optimizer):
     assert model.predict_gain(50.0) == pytest.approx(whole.gain(400, REFERENCE), rel=0.15)
 
 
+def test_the_first_measurement_counts_in_its_own_step():
+    model = make(torch.optim.SGD, stats_every=1)
+    loader = resilin.AdaptiveDataLoader(make_data(), REFERENCE, shuffle=True, max_local_bsz=9)
+    loader.set_batch_size(27)
+    run(model, loader, 1)
+    for factors, noise in zip(model.factors, model.group_noise, strict=True):
+        assert factors.lr == pytest.approx(noise.gain(27, REFERENCE))
+    assert model.factors[0].lr > 1
+
+
 def test_one_replica_without_accumulation_runs_an_occasional_step_in_halves():
     data = make_data()
     model = make(torch.optim.SGD, stats_every=4)

@@ -149,7 +149,7 @@ class NoiseEstimates:
     """Averages of the measured noise, and the schedule by which it is measured.
 
     What a step has measured is taken in by the next one, on all replicas alike: only then nobody
-    has to wait for the device.
+    has to wait for the device. The first measurement of all counts at once.
 
     Args:
         num_groups: Parameter groups of the optimizer.
@@ -179,6 +179,11 @@ class NoiseEstimates:
         if split_at is None or split_at > 1:
             wanted = wanted or self._adaptive
         return wanted and self.schedule.due()
+
+    @property
+    def known(self) -> bool:
+        """Whether there is an estimate of the noise."""
+        return self._averages.groups is not None
 
     @property
     def group_noise(self) -> list[Noise | None]:

@@ -130,6 +130,9 @@ class StepScaling:
             reference=reference,
             total_steps=self._timeline.total_steps,
         )
+        if not self.estimates.known:
+            # The first measurement of a job is worth a wait: there is nothing else to go by.
+            self.estimates.take_in()
         noise = self.group_noise
         self.last = Scaled(
             scale=scale,
