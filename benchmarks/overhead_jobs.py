@@ -119,7 +119,11 @@ def plain(model: Model) -> Steps:
     """DDP as its documentation has it."""
     dist.init_process_group("gloo")
     net, optimizer = model.make()
-    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    return synced(model, DistributedDataParallel(net, gradient_as_bucket_view=True), optimizer)
+
+
+def synced(model: Model, ddp: DistributedDataParallel, optimizer: Any) -> Steps:
+    """Steps of a model in DDP that synchronises in the last micro-batch alone."""
     num = micro_batches(world_size())
     for index, (x, y) in enumerate(stock_batches(model), start=1):
         ddp.require_backward_grad_sync = index % num == 0
@@ -170,14 +174,7 @@ def fairscale(model: Model) -> Steps:
     net, optimizer = model.make()
     ddp = DistributedDataParallel(net)
     num = micro_batches(world_size())
-    adascale = AdaScale(optimizer, num_gradients_to_accumulate=num)
-    for index, (x, y) in enumerate(stock_batches(model), start=1):
-        ddp.require_backward_grad_sync = index % num == 0
-        (F.cross_entropy(ddp(x), y) / num).backward()
-        if index % num == 0:
-            adascale.step()
-            adascale.zero_grad()
-            yield
+    return synced(model, ddp, AdaScale(optimizer, num_gradients_to_accumulate=num))
 
 
 def adaptdl(model: Model) -> Steps:

@@ -346,3 +346,21 @@ def test_a_tensor_of_a_device_is_told_when_the_device_has_passed_it(counted, tol
     assert [event.step for event in events] == steps
     assert [event.loss for event in events] == [float(step) for step in steps]
     assert counted.told("read") == []
+
+
+@pytest.mark.world_size(1)
+def test_a_flush_waits_for_no_device(counted, told):
+    counted.set_lag(
+        1000
+    )  # as one that hangs in a reduction: the log is flushed by a watching thread
+    model, optimizer, loader = make()
+    waited = []
+
+    def each(loss):
+        resilin.record(loss=torch.ones((), device=counted.device))
+        model.job.recorder.flush()
+        waited.append(len(counted.told("wait")) + len(counted.told("read")))
+
+    train(model, optimizer, loader, each=each)
+    assert len(waited) > 1
+    assert not any(waited)
