@@ -3,15 +3,16 @@
 import pytest
 
 from resilin.core.recovery import (
+    COPY_SHARE,
+    LOSS_EVERY,
     CopyFile,
     Held,
     Version,
     candidates,
     complete_copies,
-    keep_interval,
     next_generation,
+    seconds_between_copies,
     shares_written,
-    steps_at_risk,
 )
 from tests.protocol.mutations import MUTATIONS
 from tests.protocol.simulator import Violation, run
@@ -83,10 +84,24 @@ def test_memory_is_tried_before_storage_for_the_same_state():
     ]
 
 
-@pytest.mark.parametrize(
-    ("keep", "step", "interval"), [(0.0, 1.0, 1), (0.05, 1.0, 1), (0.2, 1.0, 4), (1.0, 0.0, 1)]
-)
-def test_copies_keep_to_their_share_of_the_time(keep, step, interval):
-    assert keep_interval(keep, step, 0.05) == interval
-    assert steps_at_risk(interval) == interval - 1
-    assert steps_at_risk(0) is None
+@pytest.mark.parametrize("copy_seconds", [1e-4, 0.02, 1.0, 15.0])
+@pytest.mark.parametrize("trained", [4000.0, 36000.0])
+def test_no_other_time_between_copies_loses_less(copy_seconds, trained):
+    def lost_share(between):
+        return copy_seconds / between + between / 2 / LOSS_EVERY
+
+    between = seconds_between_copies(copy_seconds, trained)
+    assert copy_seconds / between <= COPY_SHARE
+    least = lost_share(between)
+    assert all(lost_share(between * other) > least for other in (0.5, 0.9, 1.1, 2))
+
+
+def test_copies_are_frequent_after_a_start():
+    apart = [seconds_between_copies(0.001, trained) for trained in (0.0, 0.5, 5.0, 50.0, 500.0)]
+    assert apart == sorted(set(apart))
+    assert apart[:2] == [0.001 / COPY_SHARE, pytest.approx(0.1)]
+    assert seconds_between_copies(0.0, 100.0) == 0  # Not measured yet: every step.
+
+
+def test_copies_that_take_long_keep_to_their_share_of_the_time():
+    assert seconds_between_copies(60.0, 1e6) == pytest.approx(60.0 / COPY_SHARE)

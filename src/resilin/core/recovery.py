@@ -7,11 +7,10 @@ it, and the simulator in `tests/protocol` runs the same functions over random hi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
-
-from resilin.core import time_share
 
 Source = Literal["memory", "checkpoint"]
 """Storage of a state."""
@@ -56,21 +55,36 @@ def next_generation(visible: Iterable[Version]) -> int:
 # When -----------------------------------------------------------------------------------------
 
 
-def keep_interval(keep_seconds: float, step_seconds: float, share: float) -> int:
-    """Steps from one memory copy to the next, if copies may take `share` of the training time.
+LOSS_EVERY = 3600.0
+"""Longest time from one lost worker to the next that memory copies are made for, in seconds."""
+COPY_SHARE = 0.05
+"""Largest share of the training time that automatic memory copies take, whatever is at risk."""
+
+
+def seconds_between_copies(copy_seconds: float, trained_seconds: float) -> float:
+    """Training time from one automatic memory copy to the next.
+
+    With `t` seconds between copies, copies take `c / t` of the time. A lost worker takes `t / 2` on
+    average, which is `t / (2 m)` of the time if one is lost every `m` seconds. The sum is smallest
+    at `t = sqrt(2 c m)` (Young, 1974). Nobody knows `m`: losses come in groups, and what has run
+    for long runs on. It is taken to be ten times as long as this start of the job has trained, and
+    at most `LOSS_EVERY`, so copies are frequent after a start and become rare. The formula holds
+    for copies that are short against `m`; beyond that, `COPY_SHARE` limits what they take.
 
     Args:
-        keep_seconds: Time of one copy, summed over the replicas.
-        step_seconds: Time of one step, summed over the same replicas.
-        share: Fraction of the time that copies may take.
+        copy_seconds: Time for which training stands still for one copy; 0 if not known yet.
+        trained_seconds: Time for which the job has trained since it was started.
+
+    Examples:
+        >>> seconds_between_copies(0.02, trained_seconds=3600)
+        12.0
     """
-    if not step_seconds > 0:
-        return 1
-    return time_share.interval(keep_seconds / step_seconds, share)
+    loss_every = min(10 * trained_seconds, LOSS_EVERY)
+    return max(math.sqrt(2 * copy_seconds * loss_every), copy_seconds / COPY_SHARE)
 
 
 def is_kept(step: int, interval: int, *, stopping: bool) -> bool:
-    """Whether a state is copied to memory.
+    """Whether a state is copied to memory, if copies have a set interval.
 
     Args:
         step: Optimizer steps committed.
@@ -78,18 +92,6 @@ def is_kept(step: int, interval: int, *, stopping: bool) -> bool:
         stopping: Whether the job stops here, so that there is no later copy.
     """
     return interval > 0 and (stopping or step % interval == 0)
-
-
-def steps_at_risk(interval: int) -> int | None:
-    """Completed steps that the loss of one worker can cost.
-
-    Args:
-        interval: Steps between two memory copies; 0 if there are none.
-
-    Returns:
-        The number of steps; None if only checkpoints limit it.
-    """
-    return interval - 1 if interval else None
 
 
 # Copies in the memory of a host -----------------------------------------------------------------

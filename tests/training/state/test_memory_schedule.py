@@ -1,7 +1,9 @@
 """When states are copied to memory, and what happens where there is little of it."""
 
+import itertools
 import logging
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,9 +16,11 @@ import pytest
 import torch
 
 import resilin
+from resilin.core import recovery
 from resilin.core.events import RiskEvent
+from resilin.core.recovery import LOSS_EVERY, seconds_between_copies
 from resilin.engine.base import Engine
-from resilin.training.state import memory_file, risk, startup
+from resilin.training.state import memory_file, memory_schedule, risk, startup
 from resilin.training.state.memory import MemoryCopies, Place
 from resilin.training.state.memory_schedule import LONGEST_PAUSE, CopyInterval, MemorySchedule
 from resilin.training.state.registry import Registry
@@ -59,7 +63,7 @@ class Host:
 
     def keep(self, *steps, failed=0.0):
         for step in steps:
-            self.schedule.counted(1.0, 0.0, failed + self.schedule.votes()[2])
+            self.schedule.counted(0.0, failed + self.schedule.votes()[1])
             self.large.step = step
             self.schedule.keep(Version(self.generation, step))
         self.schedule.wait()
@@ -117,7 +121,7 @@ def test_what_does_not_fit_is_tried_again_and_warned_of_once(host, caplog):
     host.keep(*range(4, 40))
     assert caplog.text.count("no room for a memory copy of step 4 in") == 1
     assert host.schedule.at_risk is None
-    assert host.schedule.votes()[2] == 1
+    assert host.schedule.votes()[1] == 1
     # The last complete one is left alone, whatever fails.
     assert host.versions == [(0, 3)]
     host.room *= 4
@@ -192,7 +196,7 @@ def test_a_copy_is_written_while_the_state_changes_and_the_ballot_waits_for_it(h
     gate.open.set()
     assert voted.wait(60)
     voter.join()
-    assert said[0][2] == 0
+    assert said[0][1] == 0
     # `versions` finds the data of step 4 in it.
     assert host.versions == [(0, 4), (0, 3)]
 
@@ -226,7 +230,7 @@ def test_what_the_thread_raises_is_raised_by_the_next_ballot(host, monkeypatch):
         with pytest.raises(RuntimeError, match="a message of its own"):
             host.schedule.votes()
     # Once. The copy before is whole, and the next one takes the place of the broken one.
-    assert host.schedule.votes()[2] == 0
+    assert host.schedule.votes()[1] == 0
     assert host.versions == [(0, 3)]
     host.keep(5)
     assert host.versions == [(0, 5), (0, 3)]
@@ -248,9 +252,59 @@ def test_time_that_a_step_waits_for_a_copy_counts_for_the_copy_and_not_for_the_s
         schedule.step_ends()
         timer.join()
         monkeypatch.setattr(memory_file, "memmove", gate.real)
-    step_seconds, copy_seconds, _ = schedule.votes()
-    assert copy_seconds > 0.3
-    assert step_seconds < 0.3
+    schedule.votes()
+    assert schedule._interval.copy_seconds > 0.3
+    assert schedule._interval.trained_seconds < 0.3
+
+
+def test_automatic_copies_are_as_far_apart_as_their_cost_asks_for(host, monkeypatch):
+    schedule, clock = host.schedule, [0.0]
+    monkeypatch.setattr(memory_schedule.time, "monotonic", lambda: clock[0])
+    schedule._interval = interval = CopyInterval("auto")
+    interval.copied(0.02)
+    interval.trained_seconds = LOSS_EVERY
+    noise = random.Random(0)
+    kept = []
+    for step in range(4, 4000):
+        said = schedule.votes()
+        # Step times that vary by a factor of ten must not make copies rare, or frequent.
+        clock[0] += noise.choice((0.01, 0.1))
+        schedule.step_ends()
+        schedule.counted(*said)
+        if schedule.is_due(step, stopping=False):
+            kept.append(clock[0])
+        schedule.step_begins()
+    apart = [later - earlier for earlier, later in itertools.pairwise(kept)]
+    between = seconds_between_copies(0.02, LOSS_EVERY)
+    assert len(apart) > 15
+    assert all(between <= each <= between + 0.2 for each in apart)
+    assert schedule.at_risk == pytest.approx(between / 0.055, rel=0.1)
+
+
+@pytest.mark.world_size(2)
+def test_automatic_copies_are_of_the_same_steps_where_one_replica_has_no_room(
+    shared_path, monkeypatch
+):
+    directory = shared_path / "memory"
+    monkeypatch.setenv("RESILIN_MEMORY_DIR", str(directory))
+    monkeypatch.setattr(recovery, "LOSS_EVERY", 1e-3)
+    first = resilin.current_job().engine.membership.process == 0
+    if not first:
+        monkeypatch.setattr(memory_file, "capacity", lambda _: 0)
+    due = []
+    real = MemorySchedule.is_due
+
+    def is_due(self, step, *, stopping):
+        said = real(self, step, stopping=stopping)
+        due.append((step, said))
+        return said
+
+    monkeypatch.setattr(MemorySchedule, "is_due", is_due)
+    job = Job()
+    job.train(2)
+    everyone = resilin.current_job().engine.gather(due)
+    assert everyone[0] == everyone[1]
+    assert any(said for _, said in due)
 
 
 def slow_writer(seconds, of=None):

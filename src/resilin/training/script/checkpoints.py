@@ -40,9 +40,9 @@ def checkpoint_to(
         keep: Number of latest checkpoints to keep.
         keep_every: Also keep one checkpoint for every this many steps.
         memory_every: Steps between two copies in memory; a lost worker costs at most that many.
-            `auto` chooses so that copies take at most 5% of the time: every step if a step takes 20
-            times as long as a copy, else fewer, so that a lost worker costs at most the time of 20
-            copies. None makes none.
+            `auto` makes them as often as pays off, by their cost and the time that the job has
+            run for: nearly every step after a start, later every few seconds (see
+            `resilin.core.recovery.seconds_between_copies`). None makes none.
 
     Raises:
         ValueError: A setting is out of range, or the job has started.

@@ -9,13 +9,14 @@ freed.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
-from resilin.core.recovery import is_kept, keep_interval, may_forget, may_vote, steps_at_risk
+from resilin.core.recovery import is_kept, may_forget, may_vote, seconds_between_copies
 from resilin.engine.base import Engine
 from resilin.training.state.memory import MemoryCopies, Place, StagedCopy
 from resilin.training.state.registry import Registry
@@ -23,28 +24,27 @@ from resilin.training.state.snapshot import Version
 
 logger = logging.getLogger("resilin")
 
-MEMORY_BUDGET = 0.05
-"""Fraction of the training time that memory copies may take when their interval is `auto`."""
 LONGEST_PAUSE = 1024
 """Largest number of steps between two attempts at a copy, after earlier ones found no room."""
 
 
 class CopyInterval:
-    """Steps between two copies, and what steps and copies cost on this replica.
+    """Time between two copies: a number of steps, or what their cost asks for.
 
     Args:
         every: The steps, `auto` to follow the cost, or None for no copies.
     """
 
     def __init__(self, every: int | Literal["auto"] | None) -> None:
-        self.is_automatic = every == "auto"
-        """Whether the interval follows the cost of copies."""
-        self.steps = every if isinstance(every, int) else int(self.is_automatic)
-        """The interval now; 0 if there are no copies."""
+        self.every = every
+        """The setting."""
         self.copy_seconds = 0.0
         """Time for which training stands still for one copy: the shortest of the last ones."""
-        self.step_seconds = 0.0
-        """Time of the last step, without what is done between steps and what copies take of it."""
+        self.trained_seconds = 0.0
+        """Time of all steps, without what is done between steps and what copies take of it."""
+        self._last_seconds = 0.0
+        self._steps = 0
+        self._step_seconds = 0.0
         self._began = time.monotonic()
         self._times: deque[float] = deque(maxlen=3)
 
@@ -54,7 +54,8 @@ class CopyInterval:
 
     def step_ends(self) -> None:
         """Ends that."""
-        self.step_seconds = max(0.0, time.monotonic() - self._began)
+        self.trained_seconds += max(0.0, time.monotonic() - self._began)
+        self._steps += 1
 
     def waited(self, seconds: float) -> None:
         """Takes the time for which a step stood still for a copy that was being written."""
@@ -65,15 +66,43 @@ class CopyInterval:
         self._times.append(seconds)
         self.copy_seconds = min(self._times)
 
-    def counted(self, step_seconds: float, copy_seconds: float) -> None:
-        """Takes the sums over all replicas, and follows them."""
-        if self.is_automatic and step_seconds > 0:
-            self.steps = keep_interval(copy_seconds, step_seconds, MEMORY_BUDGET)
+    @property
+    def is_over(self) -> bool:
+        """Whether a copy is due by the measurements of this replica."""
+        return self.trained_seconds - self._last_seconds >= self._seconds
+
+    def begin_again(self) -> None:
+        """Begins the time to the next copy, when all replicas have agreed on one.
+
+        Also on a replica that has no room for it, or makes none: it need not ask for another.
+        """
+        if self._steps:
+            self._step_seconds = (self.trained_seconds - self._last_seconds) / self._steps
+        self._last_seconds, self._steps = self.trained_seconds, 0
 
     @property
     def is_measured(self) -> bool:
         """Whether the interval rests on a measurement, or needs none."""
-        return bool(self._times) or not self.is_automatic
+        return bool(self._times) or self.every != "auto"
+
+    @property
+    def steps_at_risk(self) -> int | None:
+        """Completed steps that are lost at most with the copy before the next; None without copies.
+
+        An estimate if the interval follows the cost: by the mean time of a step between the last
+        two copies.
+        """
+        if self.every is None:
+            return None
+        if isinstance(self.every, int):
+            return self.every - 1
+        if not self._step_seconds:
+            return 0
+        return max(1, math.ceil(self._seconds / self._step_seconds)) - 1
+
+    @property
+    def _seconds(self) -> float:
+        return seconds_between_copies(self.copy_seconds, self.trained_seconds)
 
 
 class MemorySchedule:
@@ -107,6 +136,7 @@ class MemorySchedule:
         self._kept: Version | None = None
         self._num_kept = 0
         self._all_kept = False
+        self._asked = False
         self._forgot = False
         self._failures = 0
         self._retry_step = 0
@@ -114,26 +144,27 @@ class MemorySchedule:
 
     # The vote ------------------------------------------------------------------------------
 
-    def votes(self) -> tuple[float, float, float]:
-        """Seconds of a step and of a copy, and 1 if the last copy of this replica failed.
+    def votes(self) -> tuple[float, float]:
+        """1 if a copy is due by the measurements of this replica, and 1 if its last copy failed.
 
         Waits for the copy that is being written, and raises what `wait` raises.
         """
         if not may_vote(writing=self._writing is not None):
             self.wait()
-        interval = self._interval
-        return interval.step_seconds, interval.copy_seconds, float(self._failures > 0)
+        is_due = self.memory is not None and self.is_automatic and self._interval.is_over
+        return float(is_due), float(self._failures > 0)
 
-    def counted(self, step_seconds: float, copy_seconds: float, failed: float) -> None:
-        """Takes the sums of all replicas: the interval follows them.
+    def counted(self, due: float, failed: float) -> None:
+        """Takes the sums of all replicas. One that asks for a copy is enough.
 
         Args:
-            step_seconds: Time of one step.
-            copy_seconds: Time of one copy.
+            due: Replicas that ask for a copy.
             failed: Replicas that have not completed the last copy.
         """
         self._all_kept = not failed
-        self._interval.counted(step_seconds, copy_seconds)
+        self._asked = due > 0
+        if self._asked:
+            self._interval.begin_again()
 
     def step_begins(self) -> None:
         """Called when everything between two steps is done."""
@@ -151,12 +182,12 @@ class MemorySchedule:
         step.
         """
         holds = self._num_kept > 0 and self._all_kept and not self._failures
-        return steps_at_risk(self._interval.steps) if holds else None
+        return self._interval.steps_at_risk if holds else None
 
     @property
     def is_automatic(self) -> bool:
         """Whether the interval follows the cost of copies."""
-        return self._interval.is_automatic
+        return self._interval.every == "auto"
 
     @property
     def is_measured(self) -> bool:
@@ -167,7 +198,12 @@ class MemorySchedule:
 
     def is_due(self, step: int, *, stopping: bool) -> bool:
         """Whether the state at this step is due for a copy."""
-        return self.memory is not None and is_kept(step, self._interval.steps, stopping=stopping)
+        interval = self._interval
+        if self.memory is None or interval.every is None:
+            return False
+        if interval.every == "auto":
+            return stopping or self._asked
+        return is_kept(step, interval.every, stopping=stopping)
 
     def keep(self, version: Version) -> None:
         """Begin to copy the state, unless that was done before.
@@ -180,7 +216,7 @@ class MemorySchedule:
         """
         self.wait()
         memory = self.memory
-        if memory is None or not self._interval.steps or version == self._kept:
+        if memory is None or self._interval.every is None or version == self._kept:
             return
         if self._failures and version.step < self._retry_step:
             return

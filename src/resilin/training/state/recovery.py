@@ -130,7 +130,7 @@ class Recovery:
     # Between steps -------------------------------------------------------------------------
 
     def votes(self, ahead: int = 1) -> tuple[float, ...]:
-        """This replica's part of a ballot: stop, save, and the cost of memory copies.
+        """This replica's part of a ballot: stop, save, copy, and whether its last copy failed.
 
         The ballot of a replica says that its last copy is complete, or has failed: it waits for
         the thread that writes it.
@@ -171,10 +171,10 @@ class Recovery:
         self._engine.require_members()
         self._seen = version
         self._copies.step_ends()
-        stop, save, step_seconds, copy_seconds, failed = votes or (0.0, 0.0, 0.0, 0.0, 1.0)
+        stop, save, copy, failed = votes or (0.0, 0.0, 0.0, 1.0)
         self._registry.warn_of_unclaimed()
         self._saves.report_ended()
-        self._copies.counted(step_seconds, copy_seconds, failed)
+        self._copies.counted(copy, failed)
         if self._engine.membership.is_first:
             self._risk.update(self.at_risk)
         if self._copies.is_due(version.step, stopping=bool(stop)):

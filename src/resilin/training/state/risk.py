@@ -6,7 +6,7 @@ import logging
 
 from resilin.core.events import RiskEvent
 from resilin.training.events import Events
-from resilin.training.state.memory_schedule import MEMORY_BUDGET, MemorySchedule
+from resilin.training.state.memory_schedule import MemorySchedule
 
 logger = logging.getLogger("resilin")
 
@@ -51,10 +51,10 @@ class RiskReport:
             logger.info("a lost worker costs no completed step: every step is copied to memory")
         elif self._copies.is_automatic:
             logger.info(
-                "a lost worker costs at most %d completed step(s): copying every step to memory "
-                "would take more than %g%% of the time (memory_every=1 forces it)",
+                "a lost worker costs at most about %d completed step(s): with a worker lost per "
+                "hour, more copies in memory would take more time than they save (memory_every=1 "
+                "copies every step)",
                 steps,
-                100 * MEMORY_BUDGET,
             )
         else:
             logger.info(

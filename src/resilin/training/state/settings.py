@@ -28,7 +28,7 @@ class StateSettings:
     keep_every: int | None = None
     """Also keep one checkpoint for every this many steps."""
     memory_every: int | Literal["auto"] | None = "auto"
-    """Steps between two memory copies; `auto`: as often as 5% of the time allows; None: never."""
+    """Steps between two memory copies; `auto`: as often as pays off; None: never."""
 
     def __post_init__(self) -> None:
         every = self.checkpoint_every
