@@ -23,6 +23,7 @@ def test_the_public_names_are_frozen():
         "AdaptiveDataParallel",
         "BatchBounds",
         "BatchPlan",
+        "BatchSchedule",
         "BatchTrace",
         "CapacityTrace",
         "PowerRule",

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from resilin.core.batch_schedule import BatchSchedule
     from resilin.core.clock import Schedule
     from resilin.core.plan import BatchBounds, BatchPlan
     from resilin.core.rules import PowerRule
@@ -34,6 +35,7 @@ _HOMES = {
     "AdaptiveDataParallel": "resilin.training.parallel",
     "BatchBounds": "resilin.core.plan",
     "BatchPlan": "resilin.core.plan",
+    "BatchSchedule": "resilin.core.batch_schedule",
     "BatchTrace": "resilin.core.trace",
     "CapacityTrace": "resilin.core.trace",
     "PowerRule": "resilin.core.rules",
@@ -64,6 +66,7 @@ __all__ = [
     "AdaptiveDataParallel",
     "BatchBounds",
     "BatchPlan",
+    "BatchSchedule",
     "BatchTrace",
     "CapacityTrace",
     "PowerRule",

@@ -4,6 +4,7 @@ Nothing here imports torch, opens a file, reads a clock or draws a random number
 seed. Live training, trace replay, simulators and tests all run these same functions.
 """
 
+from resilin.core.batch_schedule import BatchSchedule
 from resilin.core.clock import Budget, Clock, Reference, Schedule, scheduler_steps, step_scale
 from resilin.core.noise import Noise, NoiseAverage, NoiseSample
 from resilin.core.plan import BatchBounds, BatchPlan, PlanError
@@ -15,6 +16,7 @@ __all__ = [
     "LEGW",
     "BatchBounds",
     "BatchPlan",
+    "BatchSchedule",
     "BatchTrace",
     "Budget",
     "CapacityTrace",

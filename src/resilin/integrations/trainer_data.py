@@ -48,7 +48,7 @@ class ElasticData(_Hooks):  # type: ignore[misc]
 
         Args:
             batch_size: As in `AdaptiveDataLoader.set_batch_size`: a number, a `BatchTrace`, a
-                `Schedule`, or a function of the clock.
+                `BatchSchedule`, a `Schedule`, or a function of the clock.
         """
         self._size(lambda loader: loader.set_batch_size(batch_size))
 

@@ -129,7 +129,13 @@ class AdaptiveDataLoader:
         self.job = current_job()
         """The job that it belongs to: the one that was current when it was made."""
         reference = self._batches.reference
-        self._sizes = BatchSizes(_sizing_context(self.job), reference, max_local_bsz, limit)
+        self._sizes = BatchSizes(
+            _sizing_context(self.job),
+            reference,
+            max_local_bsz,
+            limit,
+            weighs=batch_weight is not None,
+        )
         self._passes = Passes(
             self.job, self._batches, self._sizes, batch_weight, dataset, dataloader_kwargs
         )
@@ -222,8 +228,9 @@ class AdaptiveDataLoader:
         loop over epochs, or at the beginning of every epoch.
 
         Args:
-            batch_size: A number, a `BatchTrace` (by optimizer step), a `Schedule`, or a function
-                of the clock. The learning rate follows by the rule of the model.
+            batch_size: A number, a `BatchTrace` (by optimizer step), a `BatchSchedule` (by tokens
+                or samples), a `Schedule`, or a function of the clock. The learning rate follows by
+                the rule of the model.
         """
         self._sizes.set(batch_size)
 

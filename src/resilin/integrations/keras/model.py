@@ -133,8 +133,8 @@ class Model:
 
         Args:
             batch_size: As in `AdaptiveDataLoader.set_batch_size`: a number, a `BatchTrace`, a
-                `Schedule`, or a function of the clock. With a compiled backend a number, before
-                the first step.
+                `BatchSchedule`, a `Schedule`, or a function of the clock. With a compiled backend
+                a number, before the first step.
         """
         if self._compiled is not None:
             self._compiled.set_batch_size(batch_size)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from resilin.core import _validate
+from resilin.core.batch_schedule import BatchSchedule
 from resilin.core.clock import Clock, Reference, Schedule
 from resilin.core.plan import BatchBounds, BatchPlan
 from resilin.core.trace import BatchTrace
@@ -18,12 +19,12 @@ from resilin.training.sizing.memory_limit import LocalLimit, SharedLimit
 
 logger = logging.getLogger("resilin")
 
-BatchSize = int | Schedule[int] | BatchTrace | Callable[[Clock], int]
+BatchSize = int | Schedule[int] | BatchSchedule | BatchTrace | Callable[[Clock], int]
 """A global batch size, or a schedule, a trace, or a function of the clock that it follows."""
 
 
 def _described(batch_size: BatchSize) -> str:
-    if isinstance(batch_size, Schedule | BatchTrace):
+    if isinstance(batch_size, Schedule | BatchSchedule | BatchTrace):
         return f"a {type(batch_size).__name__}"
     return "a function of the clock"
 
@@ -36,6 +37,7 @@ class BatchSizes:
         reference: The reference run of the loader.
         max_local_bsz: Most samples in a micro-batch; None sets no limit.
         limit: What fits into the memory of this replica, if that is watched.
+        weighs: Whether the loader weighs batches, as by their tokens.
     """
 
     def __init__(
@@ -44,8 +46,11 @@ class BatchSizes:
         reference: Reference,
         max_local_bsz: int | None = None,
         limit: LocalLimit | None = None,
+        *,
+        weighs: bool = False,
     ) -> None:
         self._context = context
+        self._weighs = weighs
         self.memory = SharedLimit(context.engine, limit)
         """The largest micro-batch that fits into memory, on all replicas."""
         self._reference = reference
@@ -193,6 +198,8 @@ class BatchSizes:
         elif isinstance(wanted, Schedule):
             size = wanted.now(clock, self._with_tokens())
         else:
+            if isinstance(wanted, BatchSchedule) and wanted.unit == "tokens":
+                self._check_tokens(clock)
             size = wanted(clock)
         return _validate.whole("the batch size", size, at_least=1)
 
@@ -202,6 +209,28 @@ class BatchSizes:
         return (
             self._reference if tokens is None else replace(self._reference, tokens_per_step=tokens)
         )
+
+    def _check_tokens(self, clock: Clock) -> None:
+        """Refuses positions in tokens where the clock of the job has none.
+
+        Raises:
+            ValueError: Nothing weighs the batches, or no model adds up their weights.
+        """
+        told = self._context.tokens_per_step()
+        if not self._weighs and told is None:
+            raise ValueError(
+                "a BatchSchedule with unit='tokens' needs a job that counts tokens: batch_weight= "
+                "of the AdaptiveDataLoader is None; set it to a function that returns the tokens "
+                "of a batch, or choose unit='samples'"
+            )
+        # `model.weight()` may weigh instead of the loader: only a step shows whether it does.
+        counted = clock.tokens > 0 and (self._weighs or clock.tokens != clock.samples)
+        if clock.samples and not counted:
+            raise ValueError(
+                "a BatchSchedule with unit='tokens' needs a job that counts tokens: the clock has "
+                f"{clock.tokens:g} tokens after {clock.samples} samples; train an "
+                "AdaptiveDataParallel, with batch_weight= of the loader or within model.weight()"
+            )
 
     def _clock(self) -> Clock:
         # Without a model nobody commits steps, and the loader counts its own.
