@@ -26,6 +26,7 @@ def test_the_public_names_are_frozen():
         "BatchSchedule",
         "BatchTrace",
         "CapacityTrace",
+        "NoiseRamp",
         "PowerRule",
         "Schedule",
         "accumulate",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from resilin.core.batch_schedule import BatchSchedule
     from resilin.core.clock import Schedule
     from resilin.core.plan import BatchBounds, BatchPlan
+    from resilin.core.ramp import NoiseRamp
     from resilin.core.rules import PowerRule
     from resilin.core.trace import BatchTrace, CapacityTrace
     from resilin.engine.group import init_process_group
@@ -38,6 +39,7 @@ _HOMES = {
     "BatchSchedule": "resilin.core.batch_schedule",
     "BatchTrace": "resilin.core.trace",
     "CapacityTrace": "resilin.core.trace",
+    "NoiseRamp": "resilin.core.ramp",
     "PowerRule": "resilin.core.rules",
     "Schedule": "resilin.core.clock",
     "accumulate": "resilin.training.gates.optimizer",
@@ -69,6 +71,7 @@ __all__ = [
     "BatchSchedule",
     "BatchTrace",
     "CapacityTrace",
+    "NoiseRamp",
     "PowerRule",
     "Schedule",
     "accumulate",

@@ -8,6 +8,7 @@ from resilin.core.batch_schedule import BatchSchedule
 from resilin.core.clock import Budget, Clock, Reference, Schedule, scheduler_steps, step_scale
 from resilin.core.noise import Noise, NoiseAverage, NoiseSample
 from resilin.core.plan import BatchBounds, BatchPlan, PlanError
+from resilin.core.ramp import NoiseRamp
 from resilin.core.rules import LEGW, Factors, PowerRule, Scaling, ScalingRule
 from resilin.core.stream import Ownership, SampleStream
 from resilin.core.trace import BatchTrace, CapacityTrace, TraceError
@@ -24,6 +25,7 @@ __all__ = [
     "Factors",
     "Noise",
     "NoiseAverage",
+    "NoiseRamp",
     "NoiseSample",
     "Ownership",
     "PlanError",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -208,6 +208,17 @@ def from_sums(
     )
 
 
+class NoiseErrors(NamedTuple):
+    """Standard errors of averaged noise, by the spread of its samples."""
+
+    sqr_norm: float
+    """Standard error of the squared norm."""
+    trace: float
+    """Standard error of the trace."""
+    dof: float
+    """Effective number of samples that they were estimated from, less 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class NoiseAverage:
     """Moving average of noise samples. A value: `update` returns the next one.
@@ -228,6 +239,14 @@ class NoiseAverage:
     """Decayed sum of `dof * trace`."""
     trace_weight: float = 0.0
     """Decayed sum of `dof`."""
+    sqr_norm_spread: float = 0.0
+    """Decayed sum of `batch_size * (sqr_norm - mean)^2`."""
+    sqr_norm_sqr_weight: float = 0.0
+    """Sum of the squares of the weights in `sqr_norm_weight`, as decayed as they are."""
+    trace_spread: float = 0.0
+    """Decayed sum of `dof * (trace - mean)^2`."""
+    trace_sqr_weight: float = 0.0
+    """Sum of the squares of the weights in `trace_weight`, as decayed as they are."""
 
     def __post_init__(self) -> None:
         _validate.real("horizon", self.horizon, above=0)
@@ -246,12 +265,21 @@ class NoiseAverage:
         _validate.real("sqr_norm of the noise sample", sample.sqr_norm)
         _validate.real("trace of the noise sample", sample.trace)
         keep = _exact.exp(-(sample.batch_size if elapsed is None else elapsed) / self.horizon)
+        size, dof = sample.batch_size, sample.dof
+        norm_weight, trace_weight = keep * self.sqr_norm_weight, keep * self.trace_weight
+        norm_sum, trace_sum = keep * self.sqr_norm_sum, keep * self.trace_sum
         return NoiseAverage(
             horizon=self.horizon,
-            sqr_norm_sum=keep * self.sqr_norm_sum + sample.batch_size * sample.sqr_norm,
-            sqr_norm_weight=keep * self.sqr_norm_weight + sample.batch_size,
-            trace_sum=keep * self.trace_sum + sample.dof * sample.trace,
-            trace_weight=keep * self.trace_weight + sample.dof,
+            sqr_norm_sum=norm_sum + size * sample.sqr_norm,
+            sqr_norm_weight=norm_weight + size,
+            trace_sum=trace_sum + dof * sample.trace,
+            trace_weight=trace_weight + dof,
+            sqr_norm_spread=keep * self.sqr_norm_spread
+            + _distance(sample.sqr_norm, size, norm_sum, norm_weight),
+            sqr_norm_sqr_weight=keep * keep * self.sqr_norm_sqr_weight + size * size,
+            trace_spread=keep * self.trace_spread
+            + _distance(sample.trace, dof, trace_sum, trace_weight),
+            trace_sqr_weight=keep * keep * self.trace_sqr_weight + dof * dof,
         )
 
     @property
@@ -264,14 +292,51 @@ class NoiseAverage:
             trace=max(0.0, self.trace_sum / self.trace_weight),
         )
 
+    @property
+    def errors(self) -> NoiseErrors | None:
+        """Standard errors of the pooled estimate; None before the second sample.
+
+        With n the effective number of samples, `(sum of weights)^2 / sum of squared weights`, the
+        variance of the mean is the weighted mean square of the deviations, over n - 1. It assumes
+        samples that are independent of each other, as the gradients of fresh batches are. Where
+        the noise itself moves within the horizon, its path adds to the spread: the errors are too
+        large then, but the average lags, which they do not cover.
+        """
+        if not (self.sqr_norm_sqr_weight and self.trace_sqr_weight):
+            return None
+        norm_dof = self.sqr_norm_weight**2 / self.sqr_norm_sqr_weight - 1
+        trace_dof = self.trace_weight**2 / self.trace_sqr_weight - 1
+        # One sample has 0, up to rounding.
+        if min(norm_dof, trace_dof) < 1e-6:
+            return None
+        return NoiseErrors(
+            sqr_norm=math.sqrt(self.sqr_norm_spread / self.sqr_norm_weight / norm_dof),
+            trace=math.sqrt(self.trace_spread / self.trace_weight / trace_dof),
+            dof=min(norm_dof, trace_dof),
+        )
+
     def state(self) -> dict[str, float]:
         """The state for a checkpoint; JSON-compatible."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> NoiseAverage:
-        """The inverse of `state`."""
-        return cls(**{name: float(value) for name, value in state.items()})
+        """The inverse of `state`.
+
+        In a state of an older version, without a spread, all samples so far count as one.
+        """
+        numbers = {name: float(value) for name, value in state.items()}
+        for name in ("sqr_norm", "trace"):
+            numbers.setdefault(f"{name}_sqr_weight", numbers[f"{name}_weight"] ** 2)
+        return cls(**numbers)
+
+
+def _distance(value: float, weight: float, total: float, total_weight: float) -> float:
+    """The part of a weighted sum of squared deviations that one more value adds."""
+    if total_weight == 0:
+        return 0.0
+    off = value - total / total_weight
+    return total_weight * weight / (total_weight + weight) * off * off
 
 
 def default_horizon(reference: float, total_steps: float | None = None) -> float:
