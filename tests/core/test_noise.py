@@ -245,7 +245,7 @@ def test_parameter_groups_add_up():
 
 def test_default_horizon():
     assert default_horizon(32) == 32_000
-    assert default_horizon(32, total_steps=625) == pytest.approx(32 * 93.75)
+    assert default_horizon(32, total_steps=625) == pytest.approx(32 * 31.25)
     assert default_horizon(32, total_steps=1e6) == 32_000
 
 

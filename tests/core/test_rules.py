@@ -1,6 +1,6 @@
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -19,6 +19,7 @@ from resilin.core.rules import (
     default_rule,
     get_rule,
     group_factors,
+    rule_name,
     total_noise,
 )
 
@@ -43,6 +44,7 @@ def test_the_named_rules_are_the_published_ones(batch, phi):
         "linear": scale,
         "sqrt": math.sqrt(scale),
         "adascale": gain,
+        "sgdscale": gain,
         "adamscale": math.sqrt(gain),
         "surge": math.sqrt(scale) * efficiency,
     }
@@ -55,7 +57,7 @@ def test_the_named_rules_are_the_published_ones(batch, phi):
 @given(st.sampled_from(NAMED), st.floats(0, 1e6), st.floats(0, 1e6))
 def test_every_rule_leaves_the_reference_batch_alone(name, sqr_norm, trace):
     factors = one(get_rule(name), 32, Noise(sqr_norm, trace))
-    for value in (factors.lr, factors.beta_power, factors.eps, factors.weight_decay):
+    for value in astuple(factors):
         assert value == pytest.approx(1)
 
 
@@ -93,8 +95,12 @@ def test_time_constants_follow_the_clock():
     assert static.beta_power == 1
 
     sgd = one(get_rule("adascale"), 128, noise)
-    assert (sgd.beta_power, sgd.weight_decay, sgd.eps) == (1, 1, 1)
+    assert (sgd.beta_power, sgd.weight_decay, sgd.eps, sgd.momentum_power) == (1, 1, 1, 1)
     assert sgd.ema_power == pytest.approx(gain)
+    # sgdscale differs in the momentum alone.
+    assert one(get_rule("sgdscale"), 128, noise) == replace(sgd, momentum_power=sgd.ema_power)
+    linear = one(PowerRule(1, momentum=True), 128, noise)
+    assert (linear.lr, linear.momentum_power) == (4, 4)
 
     malladi = one(PowerRule(0.5, betas=True, eps=True), 128, noise)
     assert (malladi.beta_power, malladi.eps) == (4, 0.5)
@@ -117,6 +123,9 @@ def test_groups_have_their_own_rate_and_share_the_clock():
     assert b.lr == pytest.approx(math.sqrt(quiet.gain(256, 32)))
     both = (noisy + quiet).gain(256, 32)
     assert a.beta_power == b.beta_power == pytest.approx(both)
+    sgd = group_factors(get_rule("sgdscale"), batch_size=256, reference=32, noise=[noisy, quiet])
+    assert [f.lr for f in sgd] == pytest.approx([noisy.gain(256, 32), quiet.gain(256, 32)])
+    assert [f.momentum_power for f in sgd] == pytest.approx([both, both])
     assert total_noise([None, quiet]) == quiet
     assert total_noise([None]) is None
 
@@ -142,6 +151,7 @@ def test_each_rule_has_its_clock():
         "linear": "samples",
         "sqrt": "samples",
         "adascale": "progress",
+        "sgdscale": "progress",
         "adamscale": "progress",
         "surge": "progress",
     }
@@ -165,6 +175,19 @@ def test_users_pass_rules_of_their_own():
     rule = get_rule(Cautious())
     assert one(rule, 320, None).lr == 2
     assert get_rule("legw", warmup=7) == LEGW(7)
+
+
+def test_rules_have_names_that_every_process_writes_alike():
+    class Own:
+        clock, adaptive = "samples", False
+
+        def factors(self, scaling: Scaling) -> Factors:
+            return Factors()
+
+    for name in NAMED:
+        assert rule_name(get_rule(name)) == name
+    assert rule_name(LEGW(7)) == "LEGW(warmup=7)"
+    assert rule_name(Own()).endswith("<locals>.Own")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +218,7 @@ def test_errors_name_the_value_and_the_rule(make, error, message):
 def test_defaults_by_optimizer():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert default_rule("SGD") == get_rule("adascale")
+        assert default_rule("SGD") == get_rule("sgdscale")
         assert default_rule("Adam") == default_rule("AdamW") == get_rule("adamscale")
     for weak in ("Adafactor", "Lion", "Muon"):
         with pytest.warns(WeakEvidenceWarning, match=weak):

@@ -132,7 +132,7 @@ def test_factors_are_applied_and_taken_back():
 
 
 def test_weight_decay_scales_only_where_it_acts_through_the_learning_rate():
-    from resilin.training.gates.optimizer import applied
+    from resilin.training.gates.factors import applied
 
     for kind, scaled in (
         (torch.optim.SGD, True),
@@ -548,7 +548,7 @@ def test_a_stock_loader_needs_the_reference_batch():
 
 
 def test_rules_by_default():
-    assert make(torch.optim.SGD)[0].rule == PowerRule(1, 1)
+    assert make(torch.optim.SGD)[0].rule == PowerRule(1, 1, momentum=True)
     resilin.reset_job()
     assert make(torch.optim.AdamW)[0].rule == PowerRule(0.5, 0.5, betas=True, weight_decay=True)
     resilin.reset_job()

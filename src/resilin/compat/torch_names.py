@@ -33,6 +33,11 @@ multiply_all: Callable[[Sequence[Tensor], float], None] = TORCH.name(
 ).find()
 """Multiplies tensors by a number, in place."""
 
+multiplied_all: Callable[[Sequence[Tensor], float], Sequence[Tensor]] = TORCH.name(
+    "torch:_foreach_mul", "makes multiples of all gradients in one call"
+).find()
+"""Multiples of tensors by a number."""
+
 interpolate_all: Callable[[Sequence[Tensor], Sequence[Tensor], float], None] = TORCH.name(
     "torch:_foreach_lerp_", "averages the gradients of micro-batches in one call"
 ).find()

@@ -7,10 +7,12 @@ must not base decisions on those. `decimal` has its own arithmetic, which is the
 
 from __future__ import annotations
 
+import functools
 import math
 from decimal import Context, Decimal
 
 _CONTEXT = Context(prec=25, Emin=-999999, Emax=999999, traps=[])
+_WIDE = Context(prec=45, Emin=-999999, Emax=999999, traps=[])
 
 
 def exp(x: float) -> float:
@@ -35,4 +37,25 @@ def power(base: float, exponent: float) -> float:
         return 1 / math.sqrt(base)
     if exponent == -1:
         return 1 / base
-    return float(_CONTEXT.power(Decimal(base), Decimal(exponent)))
+    return float(_CONTEXT.exp(_WIDE.multiply(Decimal(exponent), _ln(base))))
+
+
+def geometric(base: float, terms: float) -> float:
+    """`(1 - base**terms) / (1 - base)` for `base` of at least 0, the same bits everywhere.
+
+    It is the sum of `terms` powers of `base`, from `base**0` on, continued to any real number of
+    terms above 0. At `base` 1 it is `terms`; one term is exactly 1.
+    """
+    if terms == 1 or base == 0:
+        return 1.0
+    if base == 1:
+        return float(terms)
+    last = _WIDE.exp(_WIDE.multiply(Decimal(terms), _ln(base)))
+    # Both differences may be small: they keep their leading digits in the wide context.
+    return float(_WIDE.divide(_WIDE.subtract(1, last), _WIDE.subtract(1, Decimal(base))))
+
+
+@functools.lru_cache(maxsize=64)
+def _ln(x: float) -> Decimal:
+    # Momentum and betas are the same in every step; `Context.power` would take 15 times as long.
+    return _WIDE.ln(Decimal(x))

@@ -340,7 +340,7 @@ def _distance(value: float, weight: float, total: float, total_weight: float) ->
 
 
 def default_horizon(reference: float, total_steps: float | None = None) -> float:
-    """Samples to average over: 1000 reference batches, or 15% of a run that is shorter than that.
+    """Samples to average over: 1000 reference batches, or 5% of a run, whichever is less.
 
     Args:
         reference: The reference batch size.
@@ -349,5 +349,5 @@ def default_horizon(reference: float, total_steps: float | None = None) -> float
     _validate.real("reference", reference, above=0)
     steps = 1000.0
     if total_steps is not None:
-        steps = min(steps, 0.15 * _validate.real("total_steps", total_steps, above=0))
+        steps = min(steps, 0.05 * _validate.real("total_steps", total_steps, above=0))
     return reference * max(1.0, steps)

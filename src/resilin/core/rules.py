@@ -4,8 +4,9 @@ With scale `S = B / B0` and efficiency `E = gain / S`, the known rules are one f
 `lr / lr0 = S^p * E^q`: `PowerRule(p, q)`. A static rule (q = 0) uses the `samples` clock,
 an adaptive one (q > 0) the `progress` clock; gain-scaled learning rates on the samples
 clock are the worst of both. Time constants follow the clock: if a step advances it by c
-reference steps, `beta -> beta^c`, a model's moving average `rho -> rho^c`, and `lr * wd`
-grows by c. Every rule also holds below the reference batch, where S < 1.
+reference steps, `beta -> beta^c`, SGD's momentum `mu -> mu^c`, a model's moving average
+`rho -> rho^c`, and `lr * wd` grows by c. Every rule also holds below the reference batch,
+where S < 1.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class Factors:
     """Multiplies a weight decay that is applied as `lr * wd * parameter`: AdamW's or SGD's."""
     ema_power: float = 1.0
     """Exponent of the decay of a moving average of the model."""
+    momentum_power: float = 1.0
+    """Exponent of SGD's momentum, whose buffer keeps its scale; see `resilin.core.momentum`."""
 
 
 @runtime_checkable
@@ -114,6 +117,8 @@ class PowerRule:
     # None only until __post_init__, so that the attribute always holds the name of a clock.
     clock: ClockName = None  # type: ignore[assignment]
     """Clock that measures training time; the default is `progress` if q > 0, else `samples`."""
+    momentum: bool = False
+    """Whether SGD's momentum keeps its time constant: `momentum^c`; see `resilin.core.momentum`."""
 
     def __post_init__(self) -> None:
         _validate.real("p", self.p, at_least=0)
@@ -137,6 +142,7 @@ class PowerRule:
             eps=_exact.power(scaling.scale, -0.5) if self.eps else 1.0,
             weight_decay=scaling.advance / lr if self.weight_decay else 1.0,
             ema_power=scaling.advance,
+            momentum_power=scaling.advance if self.momentum else 1.0,
         )
 
 
@@ -178,6 +184,7 @@ RULES: Mapping[str, Callable[..., ScalingRule]] = MappingProxyType(
         "linear": lambda: PowerRule(1),
         "sqrt": lambda: PowerRule(0.5, weight_decay=True),
         "adascale": lambda: PowerRule(1, 1),
+        "sgdscale": lambda: PowerRule(1, 1, momentum=True),
         "adamscale": lambda: PowerRule(0.5, 0.5, betas=True, weight_decay=True),
         "surge": lambda: PowerRule(0.5, 1),
         "legw": LEGW,
@@ -186,7 +193,8 @@ RULES: Mapping[str, Callable[..., ScalingRule]] = MappingProxyType(
 """The rules that have a name. Your own rules are passed as objects.
 
 `sqrt` keeps Adam's betas and epsilon; the square-root rule of Malladi et al. (2022), which scales
-them too, is `PowerRule(0.5, betas=True, eps=True)`.
+them too, is `PowerRule(0.5, betas=True, eps=True)`. `sgdscale` is `adascale` with a momentum that
+remembers as long as in the reference run, measured in progress; without momentum they are the same.
 """
 
 
@@ -219,16 +227,19 @@ def get_rule(rule: str | ScalingRule, **parameters: float) -> ScalingRule:
 
 
 def rule_name(rule: ScalingRule) -> str:
-    """The name of the rule in `RULES` if it has one, else its text form."""
+    """The name of the rule in `RULES` if it has one, else its text form, or that of its class."""
     for name, make in RULES.items():
         # A rule that needs parameters is not identified by its name.
         needed = [p for p in signature(make).parameters.values() if p.default is p.empty]
         if not needed and make() == rule:
             return name
-    return str(rule)
+    kind = type(rule)
+    # The text form of a plain object has its address in it, which no other process has.
+    plain = kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__
+    return kind.__qualname__ if plain else str(rule)
 
 
-_STRONG = {"SGD": "adascale", "Adam": "adamscale", "AdamW": "adamscale"}
+_STRONG = {"SGD": "sgdscale", "Adam": "adamscale", "AdamW": "adamscale"}
 _WEAK = ("Adafactor", "Adamax", "Lion", "Muon", "NAdam", "RAdam", "RMSprop")
 
 

@@ -15,7 +15,8 @@ from resilin.core.plan import BatchPlan
 from resilin.core.rules import ScalingRule
 from resilin.training.ballot import Ballot
 from resilin.training.data.iteration import Iterations
-from resilin.training.gates.optimizer import Gate, ModuleGate, applied
+from resilin.training.gates.factors import applied
+from resilin.training.gates.optimizer import Gate, ModuleGate
 from resilin.training.gates.patch import Removable
 from resilin.training.gates.scaler import ScalerGate
 from resilin.training.gates.scheduler import ClockedScheduler, SchedulerGate

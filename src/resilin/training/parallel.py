@@ -20,8 +20,6 @@ from resilin.core.rules import (
     Factors,
     ScalingRule,
     clip_threshold,
-    default_rule,
-    get_rule,
     total_noise,
 )
 from resilin.engine import overrides
@@ -38,6 +36,7 @@ from resilin.training.gradient.step import StepGradient
 from resilin.training.job import current_job
 from resilin.training.lifecycle import begin_step, commit_step, make_step, show_forward
 from resilin.training.model import Ends, TrainedModel
+from resilin.training.scaling.choice import choose_rule
 from resilin.training.scaling.estimates import MeasureSchedule, NoiseEstimates
 from resilin.training.scaling.factors import StepScaling
 from resilin.training.scaling.reference import ReferenceBatch
@@ -105,8 +104,7 @@ class AdaptiveDataParallel(nn.Module):
         job = self.job = current_job()
         """The job that trains this model."""
         check_model(model, ddp_kwargs, taken=job.trained is not None)
-        rule = overrides.rule() or rule
-        chosen = default_rule(type(optimizer).__name__) if rule == "auto" else get_rule(rule)
+        chosen = choose_rule(overrides.rule() or rule, optimizer)
         self.module = model
         self.optimizer = optimizer
         self.tokens_per_step = tokens_per_step
@@ -169,7 +167,7 @@ class AdaptiveDataParallel(nn.Module):
             "model": self.module,
             "frozen": Frozen(self.module),
             "optimizer": self.optimizer,
-            "noise": self._scaling.estimates,
+            "noise": self._scaling,
             "scheduler": scheduler,
             "scaler": scaler,
         }

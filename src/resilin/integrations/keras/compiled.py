@@ -195,7 +195,8 @@ class Compiled:
         factors = rule.factors(Scaling(scale, scale, scale, 0.0))
         later = rule.factors(Scaling(scale, scale, scale, 1e6))
         decays = factors.weight_decay != 1 and self._model.optimizer.weight_decay
-        if factors != later or factors.beta_power != 1 or factors.eps != 1 or decays:
+        powers = (factors.beta_power, factors.momentum_power, factors.eps)
+        if factors != later or powers != (1, 1, 1) or decays:
             raise refusal("rule", self._rule, "it changes more than the learning rate")
         return factors.lr
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from resilin.compat.torch_names import (
@@ -27,8 +26,7 @@ from resilin.compat.torch_names import (
     note_called,
     uncompiled,
 )
-from resilin.core import _exact, _validate
-from resilin.core.rules import Factors
+from resilin.core import _validate
 from resilin.training.gates.patch import Patch
 from resilin.training.gates.scheduler import SchedulerGate
 
@@ -184,61 +182,6 @@ def gate_of(optimizer: Optimizer) -> Gate | None:
     """The gate that stands before this optimizer, if any."""
     gate: Gate | None = getattr(optimizer, _MARK, None)
     return gate
-
-
-def _decays_through_lr(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether weight decay acts as `lr * wd * parameter`, so that a factor on it means something.
-
-    It does where it is decoupled (AdamW), and in plain SGD, whose step is linear in the gradient.
-    Adam with L2 divides it by the gradient's own scale.
-    """
-    if "decoupled_weight_decay" in group:
-        return bool(group["decoupled_weight_decay"])
-    return isinstance(optimizer, torch.optim.SGD | torch.optim.AdamW)
-
-
-@contextmanager
-def applied(optimizer: Optimizer, factors: Sequence[Factors]) -> Iterator[None]:
-    """Applies the factors to each parameter group, and restores the groups' own values.
-
-    Raises:
-        ValueError: There are not as many groups as factors.
-    """
-    if len(optimizer.param_groups) != len(factors):
-        raise ValueError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, and had "
-            f"{len(factors)} when it was given to AdaptiveDataParallel: add groups before that"
-        )
-    kept: list[dict[str, Any]] = []
-    tensors: list[tuple[Tensor, Tensor]] = []
-    for group, factor in zip(optimizer.param_groups, factors, strict=True):
-        changed: dict[str, Any] = {}
-        if factor.lr != 1:
-            changed["lr"] = group["lr"]
-            if isinstance(group["lr"], Tensor):
-                # In place: a compiled step holds on to this very tensor.
-                tensors.append((group["lr"], group["lr"].clone()))
-                group["lr"].mul_(factor.lr)
-            else:
-                group["lr"] = group["lr"] * factor.lr
-        if factor.beta_power != 1 and "betas" in group:
-            changed["betas"] = group["betas"]
-            group["betas"] = tuple(_exact.power(b, factor.beta_power) for b in group["betas"])
-        if factor.eps != 1 and "eps" in group:
-            changed["eps"] = group["eps"]
-            group["eps"] = group["eps"] * factor.eps
-        decays = group.get("weight_decay") and _decays_through_lr(optimizer, group)
-        if factor.weight_decay != 1 and decays:
-            changed["weight_decay"] = group["weight_decay"]
-            group["weight_decay"] = group["weight_decay"] * factor.weight_decay
-        kept.append(changed)
-    try:
-        yield
-    finally:
-        for tensor, value in tensors:
-            tensor.copy_(value)
-        for group, changed in zip(optimizer.param_groups, kept, strict=True):
-            group.update(changed)
 
 
 class _EveryFew:

@@ -7,13 +7,16 @@ if the step fails.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from resilin.core.noise import Noise, gain
-from resilin.core.rules import Factors, ScalingRule, group_factors, total_noise
+from resilin.core.rules import Factors, ScalingRule, group_factors, rule_name, total_noise
 from resilin.engine.devices import Fetched
 from resilin.training.gradient.records import Reduced
 from resilin.training.records import MicroBatch
+from resilin.training.scaling.choice import compare_with_saved
 from resilin.training.scaling.estimates import NoiseEstimates
 from resilin.training.scaling.reference import ReferenceBatch
 from resilin.training.timeline import Timeline
@@ -158,3 +161,18 @@ class StepScaling:
             self.last, mark = self._before
             self.estimates.go_back(mark)
         self.prepared = None
+
+    # State ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Estimates and the name of the rule, for checkpoints. Waits for the device."""
+        return {**self.estimates.state_dict(), "rule": rule_name(self.rule)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned; another rule is logged, and stays that of this run.
+
+        Raises:
+            ValueError: It belongs to an optimizer with another number of parameter groups.
+        """
+        self.estimates.load_state_dict(state)
+        compare_with_saved(self.rule, state.get("rule"))

@@ -240,7 +240,7 @@ def decided_by(
         f"learning rate of group {number}": (float(group["lr"]),)
         for number, group in enumerate(optimizer.param_groups)
     }
-    each = ((f.lr, f.beta_power, f.eps, f.weight_decay) for f in factors)
+    each = ((f.lr, f.beta_power, f.eps, f.weight_decay, f.momentum_power) for f in factors)
     return rates | {"scale, gain and factors": (scale, gain, *itertools.chain(*each))}
 
 
