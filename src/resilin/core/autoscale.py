@@ -94,18 +94,21 @@ class AutoscaleState:
         # A decision was due at `EVERY`; the next one is that many steps later.
         since = 0 if replicas != self.replicas else self.since if self.since < EVERY else FIRST
         chosen = round(sums.batch_size) if sums.batch_size else self.batch_size
-        state = replace(
-            self,
+        profile, trials, exploring = self.profile, self.trials, bool(sums.explores)
+        if ran is not None and sums.measured == replicas and ran.replicas == replicas:
+            seconds = sums.seconds / replicas
+            profile = self._learn(ran, seconds, sums.sync_seconds / replicas, hosts)
+            trials = trials.add(seconds, spent=seconds * exploring)
+        return AutoscaleState(
             batch_size=chosen,
-            exploring=bool(sums.explores),
+            profile=profile,
+            exploring=exploring,
             replicas=replicas,
+            trials=trials,
             since=1 if sums.batch_size else since + 1,
         )
-        if ran is None or sums.measured != replicas or ran.replicas != replicas:
-            return state
-        return state._learn(ran, sums.seconds / replicas, sums.sync_seconds / replicas, hosts)
 
-    def _learn(self, plan: BatchPlan, seconds: float, sync: float, hosts: int) -> AutoscaleState:
+    def _learn(self, plan: BatchPlan, seconds: float, sync: float, hosts: int) -> StepProfile:
         # All that is not waiting for the reduction counts as work on the micro-batches: data,
         # optimizer, and what the loop does besides.
         compute = max(seconds - sync, 1e-9) / plan.steps
@@ -117,8 +120,7 @@ class AutoscaleState:
             compute_seconds=compute,
             sync_seconds=max(sync, 0.0) if plan.replicas > 1 else None,
         )
-        trials = self.trials.add(seconds, spent=seconds * self.exploring)
-        return replace(self, profile=self.profile.observe(time), trials=trials)
+        return self.profile.observe(time)
 
     @property
     def due(self) -> bool:

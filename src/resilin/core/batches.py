@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from resilin.core.clock import Reference
 from resilin.core.stream import SampleStream, Tail
@@ -23,21 +23,23 @@ class Batches:
     batch_size: int
     """The reference batch."""
 
+    # Asked for several times in each step.
+    steps_per_epoch: float = field(init=False, repr=False, compare=False)
+    """Reference steps in one epoch of the data."""
+    reference: Reference = field(init=False, repr=False, compare=False)
+    """The run that the learning rate was tuned for."""
+
+    def __post_init__(self) -> None:
+        steps = self.stream.steps_per_epoch(self.batch_size, tail=self.tail)
+        object.__setattr__(self, "steps_per_epoch", steps)
+        reference = Reference(self.batch_size, steps_per_epoch=steps or None)
+        object.__setattr__(self, "reference", reference)
+
     def span(self, position: int, batch_size: int) -> range:
         """The positions of a step that begins here; later where a tail is dropped."""
         return self.stream.batch(position, batch_size, tail=self.tail)
 
     # The reference run ---------------------------------------------------------------------
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Reference steps in one epoch of the data."""
-        return self.stream.steps_per_epoch(self.batch_size, tail=self.tail)
-
-    @property
-    def reference(self) -> Reference:
-        """The run that the learning rate was tuned for."""
-        return Reference(self.batch_size, steps_per_epoch=self.steps_per_epoch or None)
 
     def reference_steps(self, start: int, stop: int) -> float:
         """Reference steps that the reference run made with the samples between two positions."""

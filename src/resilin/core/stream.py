@@ -53,6 +53,12 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 @lru_cache(maxsize=4)
+def _sample_seed(seed: int) -> NDArray[np.uint64]:
+    """The seed of all samples' seeds, in one element."""
+    return _mix(np.full(1, seed, dtype=np.uint64) ^ np.uint64(_SAMPLES))
+
+
+@lru_cache(maxsize=4)
 def _keys(seed: int, epoch: int, n: int) -> NDArray[np.uint64]:
     """The round keys of one epoch's permutation. Cached for the whole epoch."""
     key: NDArray[np.uint64] = np.zeros(1, dtype=np.uint64)
@@ -166,8 +172,7 @@ class SampleStream:
             positions: Ascending positions, as for `indices`.
         """
         places = np.arange(positions.start, positions.stop, positions.step, dtype=np.uint64)
-        seed = _mix(np.full(1, self.seed, dtype=np.uint64) ^ np.uint64(_SAMPLES))
-        return _mix(places ^ seed)
+        return _mix(places ^ _sample_seed(self.seed))
 
     def _order(self, epoch: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
         if not self.shuffle:

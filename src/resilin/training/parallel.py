@@ -73,7 +73,7 @@ class AdaptiveDataParallel(nn.Module):
         scaler: The GradScaler, if you use one.
         stats_every: Measure the noise every so many steps; `auto` as often as `stats_budget`
             allows.
-        stats_budget: Time for measuring, as a fraction of the step, under `auto`; None takes 0.02.
+        stats_budget: Time for measuring, as a fraction of the step, under `auto`; None takes 0.01.
         tokens_per_step: Tokens in one reference step, for the `tokens` clock.
         cross_check: Steps between two comparisons of all replicas; `auto`, `off`: `divergence`.
         **ddp_kwargs: Passed on to DistributedDataParallel, such as `find_unused_parameters`;

@@ -34,7 +34,7 @@ class ElasticFabricStrategy(DDPStrategy):
         schedule_by: Who steps the scheduler that was given to `fabric.setup`: `user` is your
             loop, `rule` the clock of the rule; see `AdaptiveDataParallel`.
         stats_every: Measure the noise every so many steps; see `AdaptiveDataParallel`.
-        stats_budget: Time for measuring, as a fraction of the step, under `auto`; None takes 0.02.
+        stats_budget: Time for measuring, as a fraction of the step, under `auto`; None takes 0.01.
         tokens_per_step: Tokens in one reference step, for the `tokens` clock.
         **kwargs: Those of `DDPStrategy`, such as `find_unused_parameters` or `timeout`.
     """

@@ -52,7 +52,7 @@ class ElasticStrategy(InSteps, DDPStrategy):
             the rule, `user` leaves it to the Trainer, which steps it once per optimizer step.
         stats_every: Measure the noise every so many steps; `auto` as often as `stats_budget`
             allows, where the rule or the autoscaler needs it.
-        stats_budget: Time for measuring, as a fraction of the step, under `auto`; None takes 0.02.
+        stats_budget: Time for measuring, as a fraction of the step, under `auto`; None takes 0.01.
         tokens_per_step: Tokens in one reference step, for the `tokens` clock.
         **kwargs: Those of `DDPStrategy`, such as `find_unused_parameters` or `timeout`.
 

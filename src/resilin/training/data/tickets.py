@@ -72,12 +72,13 @@ class TicketDataset(Dataset[tuple[Ticket, Any]]):
 
     def __getitem__(self, ticket: Ticket) -> tuple[Ticket, Any]:
         indices: list[int] = self._stream.indices(ticket.positions).tolist()
-        keys: list[int] = self._stream.keys(ticket.positions).tolist()
         in_worker = get_worker_info() is not None
         if _fetches_many(self._dataset):
             # What it draws depends on how the step is split; the sample is not known here.
-            samples = _fetch(self._dataset.__getitems__, indices, keys[0], in_worker, many=True)
+            key = int(self._stream.keys(ticket.positions[:1])[0])
+            samples = _fetch(self._dataset.__getitems__, indices, key, in_worker, many=True)
         else:
+            keys: list[int] = self._stream.keys(ticket.positions).tolist()
             item = self._dataset.__getitem__
             pairs = zip(indices, keys, strict=True)
             samples = [_fetch(item, index, key, in_worker) for index, key in pairs]

@@ -24,7 +24,7 @@ class MeasureSchedule:
     LONGEST = 256
     """Steps after which a measurement is due, whatever it costs."""
 
-    BUDGET = 0.02
+    BUDGET = 0.01
     """Time for measuring, as a fraction of the step, where nobody says otherwise."""
 
     def __init__(self, every: int | Literal["auto"], budget: float | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 from resilin.core import _validate
 from resilin.core.batch_schedule import BatchSchedule
@@ -27,6 +28,30 @@ def _described(batch_size: BatchSize) -> str:
     if isinstance(batch_size, Schedule | BatchSchedule | BatchTrace):
         return f"a {type(batch_size).__name__}"
     return "a function of the clock"
+
+
+@lru_cache(maxsize=32)
+def _planned(
+    bounds: BatchBounds, samples: int, replicas: int, *, bounded: bool, fits: int | None
+) -> BatchPlan:
+    """The split of a step. Most steps have that of the step before.
+
+    Args:
+        bounds: Bounds of the user.
+        samples: Samples in the step.
+        replicas: Data-parallel members.
+        bounded: Whether a smallest size and the global limit apply; what does not fit at once is
+            accumulated in any case.
+        fits: The largest micro-batch that fits into memory; None sets no limit.
+    """
+    if bounded:
+        plan = bounds.plan(samples, replicas)
+    else:
+        upper = bounds.local_bsz_bounds[1] if bounds.local_bsz_bounds else None
+        plan = BatchPlan(samples, replicas, max_local_bsz=upper)
+    if fits is None or plan.batch_size <= fits:
+        return plan
+    return BatchPlan(samples, replicas, max_local_bsz=fits)
 
 
 class BatchSizes:
@@ -250,18 +275,14 @@ class BatchSizes:
             batch_size: The global batch size; the remainder of an epoch has fewer samples.
             training: Whether the step trains: memory limits its micro-batches then.
         """
-        replicas = self._context.engine.membership.num_replicas
-        if samples == batch_size and self._replayed is None:
-            plan = self._bounds.plan(samples, replicas)
-        else:
-            # The remainder of an epoch is what it is, and so is what a trace says: no smallest
-            # size and no global limit apply. What does not fit at once is accumulated.
-            upper = self._bounds.local_bsz_bounds[1] if self._bounds.local_bsz_bounds else None
-            plan = BatchPlan(samples, replicas, max_local_bsz=upper)
-        fits = self.memory.limit if training else None
-        if fits is None or plan.batch_size <= fits:
-            return plan
-        return BatchPlan(samples, replicas, max_local_bsz=fits)
+        return _planned(
+            self._bounds,
+            samples,
+            self._context.engine.membership.num_replicas,
+            # The remainder of an epoch is what it is, and so is what a trace says.
+            bounded=samples == batch_size and self._replayed is None,
+            fits=self.memory.limit if training else None,
+        )
 
     def begin_step(self, plan: BatchPlan, *, whole: bool) -> None:
         """A step begins; one that is not whole says little about how long steps take."""

@@ -42,6 +42,8 @@ class CopyInterval:
         """Time for which training stands still for one copy: the shortest of the last ones."""
         self.trained_seconds = 0.0
         """Time of all steps, without what is done between steps and what copies take of it."""
+        self.is_due = False
+        """Whether the replicas have agreed that a copy is due, if they follow the cost."""
         self._last_seconds = 0.0
         self._steps = 0
         self._step_seconds = 0.0
@@ -71,11 +73,14 @@ class CopyInterval:
         """Whether a copy is due by the measurements of this replica."""
         return self.trained_seconds - self._last_seconds >= self._seconds
 
-    def begin_again(self) -> None:
-        """Begins the time to the next copy, when all replicas have agreed on one.
+    def agree(self, *, is_due: bool) -> None:
+        """Takes what the replicas have agreed on; the time to the next copy begins with this one.
 
         Also on a replica that has no room for it, or makes none: it need not ask for another.
         """
+        self.is_due = is_due
+        if not is_due:
+            return
         if self._steps:
             self._step_seconds = (self.trained_seconds - self._last_seconds) / self._steps
         self._last_seconds, self._steps = self.trained_seconds, 0
@@ -136,7 +141,6 @@ class MemorySchedule:
         self._kept: Version | None = None
         self._num_kept = 0
         self._all_kept = False
-        self._asked = False
         self._forgot = False
         self._failures = 0
         self._retry_step = 0
@@ -162,9 +166,7 @@ class MemorySchedule:
             failed: Replicas that have not completed the last copy.
         """
         self._all_kept = not failed
-        self._asked = due > 0
-        if self._asked:
-            self._interval.begin_again()
+        self._interval.agree(is_due=due > 0)
 
     def step_begins(self) -> None:
         """Called when everything between two steps is done."""
@@ -202,7 +204,7 @@ class MemorySchedule:
         if self.memory is None or interval.every is None:
             return False
         if interval.every == "auto":
-            return stopping or self._asked
+            return stopping or interval.is_due
         return is_kept(step, interval.every, stopping=stopping)
 
     def keep(self, version: Version) -> None:

@@ -42,6 +42,7 @@ class RiskReport:
             return
         if not self._is_news(steps):
             return
+        first = self._reported is None
         self._reported, self._lower = steps, 0
         self._events.emit(RiskEvent(**self._events.stamp(), steps=steps))
         if not in_memory:
@@ -51,10 +52,11 @@ class RiskReport:
             logger.info("a lost worker costs no completed step: every step is copied to memory")
         elif self._copies.is_automatic:
             logger.info(
-                "a lost worker costs at most about %d completed step(s): with a worker lost per "
-                "hour, more copies in memory would take more time than they save (memory_every=1 "
-                "copies every step)",
+                "a lost worker costs at most about %d completed step(s)%s",
                 steps,
+                ": copies in memory are made as often as pays off (memory_every=1: every step)"
+                if first
+                else " now",
             )
         else:
             logger.info(
