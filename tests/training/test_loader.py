@@ -395,3 +395,41 @@ def test_workers_end_with_their_loader_or_job(ending):
         assert multiprocessing.active_children() == []
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    "world", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2)]
+)
+def test_the_lab_ends_a_script_after_so_many_samples(world, monkeypatch):
+    # Reached within the second epoch, with the third of the steps of 8 in it.
+    monkeypatch.setenv("RESILIN_STOP_AT", "36")
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    model = resilin.AdaptiveDataParallel(net, optimizer, rule="linear")
+    loader = resilin.AdaptiveDataLoader(Numbers(20), batch_size=8)
+    heard = []
+    resilin.listen(heard.append)
+
+    def train():
+        for _ in resilin.remaining_epochs_until(9):
+            for batch in loader:
+                loss = model(batch["x"]).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                resilin.record(loss=loss)
+
+    with pytest.raises(SystemExit) as ended:
+        train()
+    assert ended.value.code == 0
+    assert (model.clock.steps, model.clock.samples) == (5, 36)
+    # The last step is reported when the process ends.
+    resilin.current_job().recorder.close()
+    steps = [event.step for event in heard if event.name == "step"]
+    assert steps == ([1, 2, 3, 4, 5] if replica() == 0 else [])
+
+
+def test_an_end_in_samples_is_a_whole_number(monkeypatch):
+    monkeypatch.setenv("RESILIN_STOP_AT", "1k")
+    with pytest.raises(ValueError, match=r"RESILIN_STOP_AT \('1k'\) must be a whole number"):
+        resilin.AdaptiveDataLoader(Numbers(20), batch_size=8)

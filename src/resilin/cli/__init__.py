@@ -28,6 +28,7 @@ GROUPS = {
     },
     "study": {
         "compare": "compare scaling rules under traces, over several seeds",
+        "branch": "measure the critical batch of a checkpoint, by short runs from it",
         "trace": "make, check, plot and convert traces",
         "plan": "show how a global batch is split over different numbers of replicas",
     },

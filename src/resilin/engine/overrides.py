@@ -1,4 +1,4 @@
-"""Settings from outside that override the script: a batch-size trace, a rule, a seed, a directory.
+"""Settings from outside that override the script: a batch-size trace, a rule, a seed, an end.
 
 The trace lab runs one script many times and changes one thing at a time, through environment
 variables. They override the settings of the script, and the log reports it.
@@ -81,6 +81,20 @@ def seed() -> int | None:
         return None
     if not text.isdecimal():
         raise ValueError(f"{environment.SEED} ({text!r}) must be a whole number, 0 or above")
+    return int(text)
+
+
+def stop_at() -> int | None:
+    """Samples on the clock of the job at which the script is to be ended, if there is an end.
+
+    Raises:
+        ValueError: It is not a whole number, 0 or above.
+    """
+    text = os.environ.get(environment.STOP_AT)
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"{environment.STOP_AT} ({text!r}) must be a whole number, 0 or above")
     return int(text)
 
 

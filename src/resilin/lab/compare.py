@@ -52,7 +52,7 @@ class Comparison:
     """Name of the compared metric."""
     rows: tuple[Row, ...]
     """The reference, and each rule on each trace that has a result."""
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[Failure[Cell], ...] = ()
     """Runs without a result."""
     warnings: tuple[str, ...] = ()
     """Reasons to distrust the rows."""
@@ -177,7 +177,7 @@ def _read(grid: Grid, cells: set[Cell]) -> list[Result]:
     return [Result.from_dict(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
-def tabulate(grid: Grid, metric: str | None, failures: Sequence[Failure] = ()) -> Comparison:
+def tabulate(grid: Grid, metric: str | None, failures: Sequence[Failure[Cell]] = ()) -> Comparison:
     """Tabulate the existing results.
 
     Raises:

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from resilin.core import _validate
 from resilin.core.trace import BatchTrace
 from resilin.lab import launch
 from resilin.lab.replay import write_trace
-from resilin.lab.results import UnclearMetric
+from resilin.lab.results import ConcernsAllRuns
 
 REFERENCE = "reference"
 """Name of the runs without a trace, at the script's own batch size and rule."""
@@ -39,6 +39,32 @@ POLL = 0.05
 """Seconds between two checks of the running processes."""
 LOG_END = 12
 """Number of log lines in the report of a failed run."""
+
+
+class Placed(Protocol):
+    """One of several runs."""
+
+    @property
+    def place(self) -> str:
+        """Its directory, relative to that of all of them."""
+        ...
+
+
+AnyCell = TypeVar("AnyCell", bound=Placed)
+_Started = TypeVar("_Started", bound=Placed, contravariant=True)
+
+
+class Runs(Protocol[_Started]):
+    """Several runs of one script."""
+
+    @property
+    def out(self) -> Path:
+        """Directory of all of them."""
+        ...
+
+    def start(self, cell: _Started) -> subprocess.Popen[bytes]:
+        """Start one run, in an empty directory."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +87,10 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Generic[AnyCell]):
     """A run without a result."""
 
-    cell: Cell
+    cell: AnyCell
     """The run."""
     reason: str
     """The reason."""
@@ -205,27 +231,27 @@ class Grid:
 
 
 def run_cells(
-    grid: Grid,
-    cells: Sequence[Cell],
-    finish: Callable[[Cell, Path], None],
+    grid: Runs[AnyCell],
+    cells: Sequence[AnyCell],
+    finish: Callable[[AnyCell, Path], None],
     *,
     jobs: int,
     say: Callable[[str], None],
-) -> list[Failure]:
+) -> list[Failure[AnyCell]]:
     """Run cells, several at a time. Running processes are stopped if this function is left early.
 
     Args:
-        grid: The grid of the cells.
+        grid: Starts the cells.
         cells: The cells to run.
         finish: Records the result of a successful run. A `ValueError` marks this run as failed; an
-            `UnclearMetric` concerns all runs, and is propagated.
+            `ConcernsAllRuns` is propagated.
         jobs: Number of parallel runs.
         say: Called with a description of each run that ended.
     """
     _validate.whole("jobs", jobs, at_least=1)
     waiting = list(reversed(cells))
-    running: dict[Cell, tuple[subprocess.Popen[bytes], float]] = {}
-    failures: list[Failure] = []
+    running: dict[AnyCell, tuple[subprocess.Popen[bytes], float]] = {}
+    failures: list[Failure[AnyCell]] = []
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -247,13 +273,15 @@ def run_cells(
     return failures
 
 
-def _reason(grid: Grid, cell: Cell, code: int, finish: Callable[[Cell, Path], None]) -> str | None:
+def _reason(
+    grid: Runs[AnyCell], cell: AnyCell, code: int, finish: Callable[[AnyCell, Path], None]
+) -> str | None:
     """The reason why a run has no result; None if it has one."""
     if code:
         return f"failed with exit code {code}"
     try:
         finish(cell, grid.out / cell.place)
-    except UnclearMetric:
+    except ConcernsAllRuns:
         raise
     except ValueError as error:
         return f"failed: {error}"

@@ -34,6 +34,7 @@ OWN = (
     environment.RULE,
     environment.RUN_DIR,
     environment.SEED,
+    environment.STOP_AT,
 )
 """Environment variables that the lab sets for a run, or removes from its environment."""
 AGENT_GRACE = 45.0
@@ -100,6 +101,7 @@ def environment_of(
     end: TraceEnd = "hold",
     rule: str | None = None,
     seed: int | None = None,
+    stop_at: int | None = None,
 ) -> dict[str, str]:
     """The environment of a run, which controls its training.
 
@@ -109,6 +111,7 @@ def environment_of(
         end: Behaviour after the end of the trace.
         rule: Scaling rule, overriding the script's.
         seed: Seed of the order of samples, unless the script sets one, and of generators.
+        stop_at: Samples on the clock of the job at which the script is ended.
     """
     env = {name: value for name, value in os.environ.items() if name not in OWN}
     env[environment.RUN_DIR] = str(run_dir.absolute())
@@ -120,6 +123,8 @@ def environment_of(
         env[environment.RULE] = rule
     if seed is not None:
         env[environment.SEED] = str(seed)
+    if stop_at is not None:
+        env[environment.STOP_AT] = str(stop_at)
     return env
 
 

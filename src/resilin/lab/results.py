@@ -30,7 +30,11 @@ Curve = tuple[tuple[float, ...], tuple[float, ...]]
 """Samples used, and the values of a metric there."""
 
 
-class UnclearMetric(ValueError):
+class ConcernsAllRuns(ValueError):
+    """A reason why no run of the script can have a result."""
+
+
+class UnclearMetric(ConcernsAllRuns):
     """The metric to compare was not recorded, or there are several to choose from."""
 
 

@@ -7,6 +7,7 @@ and not before.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
@@ -17,6 +18,7 @@ from resilin.core.clock import step_scale
 from resilin.core.membership import Membership
 from resilin.core.plan import BatchPlan
 from resilin.core.stream import Ownership
+from resilin.engine import overrides
 from resilin.training.data.cursor import Cursor, FormerNames, LoaderName
 from resilin.training.data.fetching import Fetcher
 from resilin.training.data.iteration import Iteration
@@ -24,6 +26,8 @@ from resilin.training.job import Job
 from resilin.training.lifecycle import begin_step, end_epoch, leave_out_pass, start
 from resilin.training.records import MicroBatch
 from resilin.training.sizing.batch_size import BatchSizes
+
+logger = logging.getLogger("resilin")
 
 
 class Passes:
@@ -53,6 +57,7 @@ class Passes:
         self._batch_weight = batch_weight
         self._name: LoaderName = job.iterations.cursors.name(batches.stream.fingerprint)
         self._joined: tuple[Membership, int] | None = None
+        self._stop_at = overrides.stop_at()
         self._latest: Iteration | None = None
         self.cursor = Cursor(self._name.text, batches.stream)
         """The position in the stream."""
@@ -152,6 +157,8 @@ class Passes:
     def _epoch(self, current: Iteration) -> Iterator[Any]:
         job = self._job
         while not self.is_over(current, current.position):
+            if current.training:
+                _end_script(job, self._stop_at)
             membership = begin_step(job, current) if current.training else job.engine.membership
             if current.moves and self._join(membership):
                 current.membership, current.owners = membership, self.cursor.deal(membership)
@@ -320,3 +327,13 @@ class Passes:
         self._joined = present
         self.fetcher.begin(self.cursor.position)
         return True
+
+
+def _end_script(job: Job, stop_at: int | None) -> None:
+    """Ends the script, with success, where the lab has said so; its last report is made then.
+
+    All replicas have used the same number of samples, so all of them end here.
+    """
+    if stop_at is not None and job.clock.samples >= stop_at:
+        logger.info("ended at sample %d, as asked for", job.clock.samples)
+        raise SystemExit(0)

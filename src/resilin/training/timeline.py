@@ -43,12 +43,14 @@ class Timeline:
         return self.total_epochs * self.reference.steps_per_epoch
 
     def state(self, num_replicas: int) -> dict[str, Any]:
-        """Clocks, epoch and the number of replicas, for checkpoints."""
+        """Clocks, epoch, number of replicas and reference batch, for checkpoints."""
         return {
             "clock": self.clock.state(),
             "epoch": self.epoch,
             "replicas": num_replicas,
             "seeded_at": self.seeded_at,
+            # Not restored, since the script says it again: for those who read the state.
+            "reference": None if self.reference is None else self.reference.batch_size,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
