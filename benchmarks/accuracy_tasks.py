@@ -288,5 +288,3 @@ TASKS = {
         optimizers={"adamw": functools.partial(torch.optim.AdamW, lr=0.004)},
     ),
 }
-HELD_OUT = ("friedman", "modules")
-"""Tasks, with all their settings, that were fixed before the first run at another batch size."""

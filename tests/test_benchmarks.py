@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.accuracy_figures import Config, Result, changes, summarise
+from benchmarks.accuracy_figures import verdict as accuracy_verdict
 from benchmarks.harness import finish
 from benchmarks.ratios import Ratio, is_sharp, median_ratio, verdict
 
@@ -156,3 +158,49 @@ def test_contest_tells_who_takes_twice_as_long_and_who_cannot_run() -> None:
     assert errors == {"broken": "ValueError: no more of this"}
     assert turns >= 6
     assert ran_on == ["a", "b", "own", "twice"]
+
+
+DEFAULT = Config("friedman", "sgd", "auto", "8x")
+
+
+def runs(config: Config, *scores: float, samples: int = 1000) -> list[Result]:
+    return [Result(config, i, score, 0.1, 0.2, 10, samples, 1.0) for i, score in enumerate(scores)]
+
+
+def test_differences_of_accuracy_are_paired_by_seed() -> None:
+    reference = runs(DEFAULT.reference, 90, 80, 70, samples=500)
+    row = summarise(runs(DEFAULT, 89, 79), reference)
+    # The seeds differ by ten points, and each of them has lost one: there is no error.
+    assert (row.d, row.d_se, row.num_seeds) == (-1, 0, 2)
+    assert (row.score, row.samples_ratio) == (84, 2)
+    with pytest.raises(AssertionError):
+        summarise(runs(DEFAULT, 89, 79)[::-1], reference)
+
+
+@pytest.mark.parametrize(
+    ("scores", "missed"),
+    [
+        ((90.0, 91.0, 92.0), []),
+        ((89.0, 91.1, 91.9), []),  # -0.37 +- 0.32
+        ((89.0, 90.0, 91.1), ["friedman_sgd_8x_errors_below_before"]),
+    ],
+)
+def test_default_must_not_be_below_the_old_rule_on_a_held_out_task(
+    scores: tuple[float, ...], missed: list[str]
+) -> None:
+    old = DEFAULT._replace(rule="before")
+    results = {DEFAULT: runs(DEFAULT, *scores), old: runs(old, 90, 91.1, 92, samples=2000)}
+    found = changes(results)
+    assert found[old].samples_ratio == 0.5
+    figures, limits = accuracy_verdict({}, found, quick=False)
+    assert [key for key in limits if not figures[key] <= limits[key]] == missed
+
+
+def test_a_part_of_the_plan_has_the_limits_of_that_part() -> None:
+    config = Config("digits", "sgd", "auto", "16x")
+    lost = {config: summarise(runs(config, 89, 79), runs(config.reference, 90, 80))}
+    figures, limits = accuracy_verdict(lost, {}, quick=False)
+    assert (figures, limits) == (
+        {"digits_sgd_16x_points_lost": 1},
+        {"digits_sgd_16x_points_lost": 0.65},
+    )
