@@ -55,6 +55,8 @@ class Job:
     """The model that is being trained, with its gradient and its gates."""
     autoscaler: Autoscaler | None = None
     """Chooses the batch size of the loader that trains, if anything does."""
+    sized_by_noise: bool = False
+    """Whether the batch size of that loader depends on the noise, which is measured then."""
     voters: list[Voter] = field(default_factory=list)
     """Members of the ballots, in the same order on all replicas."""
     extensions: dict[str, Any] = field(default_factory=dict)

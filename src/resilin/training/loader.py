@@ -19,6 +19,7 @@ from resilin.core.clock import Reference
 from resilin.core.events import FaultEvent
 from resilin.core.noise import Noise
 from resilin.core.plan import BatchBounds, BatchPlan
+from resilin.core.ramp import lower_phi
 from resilin.core.stream import TAILS, SampleStream, Tail
 from resilin.engine import devices, overrides
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
@@ -229,8 +230,8 @@ class AdaptiveDataLoader:
 
         Args:
             batch_size: A number, a `BatchTrace` (by optimizer step), a `BatchSchedule` (by tokens
-                or samples), a `Schedule`, or a function of the clock. The learning rate follows by
-                the rule of the model.
+                or samples), a `Schedule`, a function of the clock, or a `NoiseRamp`. The learning
+                rate follows by the rule of the model.
         """
         self._sizes.set(batch_size)
 
@@ -343,6 +344,13 @@ def _sizing_context(job: Job) -> SizingContext:
     def noise() -> Noise | None:
         return None if job.trained is None else job.trained.scaling.sample_noise
 
+    def bound(confidence: float) -> float | None:
+        if job.trained is None:
+            return None
+        scaling = job.trained.scaling
+        phi = lower_phi(scaling.estimates.averages, confidence)
+        return None if phi is None else phi / scaling.reference.per_sample()
+
     def sync_seconds() -> float | None:
         return None if job.trained is None else job.trained.gradient.sync.seconds()
 
@@ -353,6 +361,7 @@ def _sizing_context(job: Job) -> SizingContext:
         has_model=lambda: job.trained is not None,
         tokens_per_step=tokens_per_step,
         noise=noise,
+        lower_phi=bound,
         sync_seconds=sync_seconds,
         has_started=lambda: job.recovery is not None,
     )

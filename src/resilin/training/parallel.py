@@ -289,7 +289,7 @@ class AdaptiveDataParallel(nn.Module):
 
     def measures_next(self) -> bool:
         """Whether noise is measured in the next step, if its gradient comes in several parts."""
-        return self._scaling.estimates.due(autoscaled=self.job.autoscaler is not None)
+        return self._scaling.estimates.due(autoscaled=self.job.sized_by_noise)
 
     def _start(self, part: Part) -> StepStart:
         self._trained.begin_step()

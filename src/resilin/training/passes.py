@@ -25,7 +25,7 @@ from resilin.training.data.iteration import Iteration
 from resilin.training.job import Job
 from resilin.training.lifecycle import begin_step, end_epoch, leave_out_pass, start
 from resilin.training.records import MicroBatch
-from resilin.training.sizing.batch_size import BatchSizes
+from resilin.training.sizing.batch_size import PARTS, BatchSizes
 
 logger = logging.getLogger("resilin")
 
@@ -285,7 +285,7 @@ class Passes:
         if alone and pieces and training and job.trained is not None:
             scale = step_scale(samples, batch_size, reference)
             estimates = job.trained.scaling.estimates
-            if estimates.due(autoscaled=job.autoscaler is not None, split_at=scale):
+            if estimates.due(autoscaled=job.sized_by_noise, split_at=scale):
                 return BatchPlan(samples, 1, max_local_bsz=-(-plan.batch_size // 2))
         return plan
 
@@ -300,15 +300,16 @@ class Passes:
         self.cursor.epoch = job.epoch
         job.registry.add(name.text, self.cursor, ages=False, former=former.cursor)
         self.cursor.use(name, stream, job.epoch, made_within=name.made_within)
-        autoscaler = self._sizes.take_part(self.cursor, job.voters, made_within=name.made_within)
-        job.autoscaler = autoscaler
-        state = f"{name.text}/autoscale"
-        if autoscaler is None:
-            job.registry.remove(state)
-        else:
+        parts = self._sizes.take_part(self.cursor, job.voters, made_within=name.made_within)
+        job.autoscaler, job.sized_by_noise = self._sizes.autoscaler, bool(parts)
+        for part in PARTS:
+            state = f"{name.text}/{part}"
+            if part not in parts:
+                job.registry.remove(state)
+                continue
             # The user may have set another one since the last epoch.
             job.registry.release(state)
-            job.registry.add(state, autoscaler, ages=False, former=former.autoscaler)
+            job.registry.add(state, parts[part], ages=False, former=former.part(part))
 
     def commit(self) -> None:
         """Moves the cursor past the step that was handed out last."""

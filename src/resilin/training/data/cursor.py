@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,10 +235,14 @@ class FormerNames:
             refuse_other_data(self._name, self._stream, parts, self._epoch, self._made)
         return self._found
 
-    def autoscaler(self, parts: Mapping[str, Any]) -> str | None:
-        """The other name of its autoscaler; `cursor` was called before."""
-        name = f"{self._found}/autoscale"
-        return name if self._found and name in parts else None
+    def part(self, part: str) -> Callable[[Mapping[str, Any]], str | None]:
+        """Finds the other name of a part of its batch sizes; `cursor` was called before."""
+
+        def find(parts: Mapping[str, Any]) -> str | None:
+            name = f"{self._found}/{part}"
+            return name if self._found and name in parts else None
+
+        return find
 
 
 def former_name(

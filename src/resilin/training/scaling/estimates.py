@@ -190,6 +190,11 @@ class NoiseEstimates:
         """Noise of each parameter group's gradient before the last step; None until measured."""
         return self._noise(self._averages)
 
+    @property
+    def averages(self) -> tuple[NoiseAverage, ...]:
+        """Averages of the noise of each parameter group; empty until it was measured."""
+        return self._averages.groups or ()
+
     def newest(self) -> list[Noise | None]:
         """The same with the last step in it. Waits for the device if that was measured."""
         if self._unread is None:

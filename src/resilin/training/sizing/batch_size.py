@@ -11,21 +11,25 @@ from resilin.core import _validate
 from resilin.core.batch_schedule import BatchSchedule
 from resilin.core.clock import Clock, Reference, Schedule
 from resilin.core.plan import BatchBounds, BatchPlan
+from resilin.core.ramp import NoiseRamp
 from resilin.core.trace import BatchTrace
 from resilin.engine import overrides
 from resilin.training.ballot import Voter
 from resilin.training.sizing.autoscale import Autoscaler
-from resilin.training.sizing.context import KeptSizes, SizingContext
+from resilin.training.sizing.context import KeptSizes, SizePart, SizingContext
 from resilin.training.sizing.memory_limit import LocalLimit, SharedLimit
+from resilin.training.sizing.ramping import Ramping
 
 logger = logging.getLogger("resilin")
 
-BatchSize = int | Schedule[int] | BatchSchedule | BatchTrace | Callable[[Clock], int]
-"""A global batch size, or a schedule, a trace, or a function of the clock that it follows."""
+BatchSize = int | Schedule[int] | BatchSchedule | BatchTrace | NoiseRamp | Callable[[Clock], int]
+"""A global batch size, or a schedule, a trace, a ramp, or a function of the clock."""
+PARTS = ("autoscale", "ramp")
+"""Names of all parts of the batch sizes that have state."""
 
 
 def _described(batch_size: BatchSize) -> str:
-    if isinstance(batch_size, Schedule | BatchSchedule | BatchTrace):
+    if isinstance(batch_size, Schedule | BatchSchedule | BatchTrace | NoiseRamp):
         return f"a {type(batch_size).__name__}"
     return "a function of the clock"
 
@@ -86,18 +90,31 @@ class BatchSizes:
         self._kept: KeptSizes | None = None
         self._own_clock = Clock()
         self._replayed: BatchTrace | None = None
-        self._voted: Autoscaler | None = None
-        self.autoscaler: Autoscaler | None = None
+        self._voted: list[tuple[SizePart, int]] = []
+        self._chooser: Autoscaler | Ramping | None = None
+
+    @property
+    def autoscaler(self) -> Autoscaler | None:
         """The autoscaler, if the batch size is chosen automatically."""
+        return self._chooser if isinstance(self._chooser, Autoscaler) else None
+
+    @property
+    def parts(self) -> dict[str, SizePart]:
+        """The parts with state that the batch size depends on, by name; they need the noise."""
+        if self._chooser is None:
+            return {}
+        return {"autoscale" if self.autoscaler else "ramp": self._chooser}
 
     def set(self, batch_size: BatchSize) -> None:
         """The user chooses."""
-        if not (isinstance(batch_size, Schedule | BatchTrace) or callable(batch_size)):
+        if not (isinstance(batch_size, Schedule | BatchTrace | NoiseRamp) or callable(batch_size)):
             batch_size = _validate.whole("batch_size", batch_size, at_least=1)
         if self._replayed is not None:
             logger.debug("a trace is being replayed: the batch size %s waits", batch_size)
-        self._wanted = batch_size
-        self.autoscaler = None
+        before, self._chooser, self._wanted = self._chooser, None, batch_size
+        if isinstance(batch_size, NoiseRamp) and self._replayed is None:
+            self._chooser = Ramping(self._context, batch_size)
+            self._continue(before)
         self._note(batch_size if isinstance(batch_size, int) else _described(batch_size))
 
     def autoscale(self, bounds: BatchBounds) -> None:
@@ -109,11 +126,21 @@ class BatchSizes:
                 f"max_batch_size ({bounds.max_batch_size}) must be at least batch_size "
                 f"({batch_size})"
             )
-        self.autoscaler = None
+        self._chooser = None
         self._bounds = bounds
         if self._replayed is None:
-            self.autoscaler = Autoscaler(self._context, batch_size, bounds, self.memory)
+            self._chooser = Autoscaler(self._context, batch_size, bounds, self.memory)
         self._note("autoscale_batch_size()")
+
+    def _continue(self, before: Autoscaler | Ramping | None) -> None:
+        """Continues with what the one before has learned, or the size that it has reached."""
+        now = self._chooser
+        if isinstance(before, Autoscaler) and isinstance(now, Autoscaler):
+            same = before.settings == now.settings
+        else:
+            same = isinstance(before, Ramping) and isinstance(now, Ramping)
+        if same and before is not None and now is not None:
+            now.load_state_dict(before.state_dict())
 
     def _note(self, chosen: int | str) -> None:
         """Make a choice of the running loop part of the state.
@@ -143,7 +170,7 @@ class BatchSizes:
             if kept.chosen != self._wanted:
                 logger.info("the batch size is %d again, as the loop had set it", kept.chosen)
             self._in_loop = self._wanted = kept.chosen
-            self.autoscaler = None
+            self._chooser = None
         elif kept.chosen is not None and self._replayed is None:
             raise RuntimeError(
                 f"the loop had set the batch size to {kept.chosen} after the job had started, "
@@ -165,7 +192,7 @@ class BatchSizes:
 
     def take_part(
         self, kept: KeptSizes, voters: list[Voter], *, made_within: bool
-    ) -> Autoscaler | None:
+    ) -> dict[str, SizePart]:
         """The loader trains: it votes in the ballots from now on.
 
         A trace that is being replayed overrides the script's choice.
@@ -177,45 +204,48 @@ class BatchSizes:
             made_within: Whether the loader was made within an epoch.
 
         Returns:
-            The autoscaler, if one chooses the batch sizes: it has state.
+            The parts that have state, by name.
         """
         if self._replayed is None and (trace := overrides.batch_trace()) is not None:
             self._context.events.replays = overrides.trace_source()
             logger.info("the batch size follows %s, not the script", self._context.events.replays)
             self._replayed = trace
-            self.autoscaler = None
+            self._chooser = None
         self._take_over(kept, made_within=made_within)
         previous, kept.sizes = kept.sizes, self
         if isinstance(previous, BatchSizes) and previous is not self and previous in voters:
             voters.remove(previous)
-            before, now = previous.autoscaler, self.autoscaler
-            if before is not None and now is not None and before.settings == now.settings:
-                now.load_state_dict(before.state_dict())
+            self._continue(previous._chooser)
         if self not in voters:
             voters.append(self)
-        return self.autoscaler
+        return self.parts
 
     # The ballot ----------------------------------------------------------------------------
 
     def votes(self) -> tuple[float, ...]:
-        """Whether another micro-batch fits into memory than before; votes of the autoscaler."""
-        self._voted = self.autoscaler
-        chosen = () if self._voted is None else self._voted.votes()
-        return (self.memory.vote(), *chosen)
+        """Whether another micro-batch fits into memory than before; votes of the parts."""
+        said = [(part, part.votes()) for part in self.parts.values()]
+        self._voted = [(part, len(votes)) for part, votes in said]
+        return (self.memory.vote(), *(vote for _, votes in said for vote in votes))
 
     def counted(self, votes: tuple[float, ...]) -> None:
         """Takes up the sums of all replicas."""
         self.memory.counted(votes[0])
-        if self._voted is not None and self._voted is self.autoscaler:
-            self._voted.counted(votes[1:])
+        rest, present = votes[1:], list(self.parts.values())
+        for part, num in self._voted:
+            # The loop may have set another one since.
+            if part in present:
+                part.counted(rest[:num])
+            rest = rest[num:]
 
     # The next step -------------------------------------------------------------------------
 
     def now(self) -> int:
         """The global batch size of the next step."""
-        if self.autoscaler is not None:
-            return self.autoscaler.batch_size
+        if self._chooser is not None:
+            return self._chooser.batch_size
         wanted, clock = self._replayed or self._wanted, self._clock()
+        assert not isinstance(wanted, NoiseRamp)
         if isinstance(wanted, int):
             size = wanted
         elif isinstance(wanted, BatchTrace):
@@ -262,7 +292,16 @@ class BatchSizes:
         return self._context.timeline.clock if self._context.has_model() else self._own_clock
 
     def count_step(self, *, samples: int, scale: float, sample_steps: float) -> None:
-        """A step is over, and there is no model that would count it."""
+        """A step is over, and there is no model that would count it.
+
+        Raises:
+            RuntimeError: The batch size waits for the noise of a model.
+        """
+        if isinstance(self._chooser, Ramping):
+            raise RuntimeError(
+                "a NoiseRamp needs the noise of the gradient, which an AdaptiveDataParallel "
+                "measures, and there is none: the batch would never grow"
+            )
         self._own_clock = self._own_clock.advance(
             samples=samples, scale=scale, gain=min(1.0, scale), sample_steps=sample_steps
         )

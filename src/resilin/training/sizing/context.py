@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from resilin.core.noise import Noise
 from resilin.engine.base import Engine
@@ -28,10 +28,32 @@ class SizingContext:
     """Returns the tokens in one reference step, if the model was told."""
     noise: Callable[[], Noise | None]
     """Returns the noise of the gradient, per sample; None until it was measured."""
+    lower_phi: Callable[[float], float | None]
+    """Returns the lower bound of the noise scale at this confidence, in samples, if known."""
     sync_seconds: Callable[[], float | None]
     """Returns how long the newest step that is known waited for the reduction of its gradient."""
     has_started: Callable[[], bool]
     """Returns whether the job has started: what a loop sets from then on is a part of the state."""
+
+
+class SizePart(Protocol):
+    """A part of the batch sizes of a loader that votes and has state."""
+
+    def votes(self) -> tuple[float, ...]:
+        """Numbers of this replica for the ballot of a step."""
+        ...
+
+    def counted(self, votes: tuple[float, ...]) -> None:
+        """Takes the sums of these numbers over all replicas."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, for checkpoints; the same on all replicas."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        ...
 
 
 class KeptSizes(Protocol):
