@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import ramp_figures as ramp
 from benchmarks.accuracy_figures import Config, Result, changes, summarise
 from benchmarks.accuracy_figures import verdict as accuracy_verdict
 from benchmarks.harness import finish
@@ -204,3 +205,35 @@ def test_a_part_of_the_plan_has_the_limits_of_that_part() -> None:
         {"digits_sgd_16x_points_lost": 1},
         {"digits_sgd_16x_points_lost": 0.65},
     )
+
+
+def _run(name: str, seed: int, reached: tuple[float, float] | None, end: float = 2.0) -> ramp.Run:
+    return ramp.Run(name, seed, (), reached, end, 8, 0.0)
+
+
+def test_a_target_is_reached_between_two_evaluations() -> None:
+    points = [
+        ramp.Point(10, 80, 10, 3.0),
+        ramp.Point(20, 160, 20, 2.0),
+        ramp.Point(30, 480, 30, 1.0),
+    ]
+    assert ramp.crossing(points, 1.75) == (22.5, 240)
+    assert ramp.crossing(points, 3.5) == (10, 80)
+    assert ramp.crossing(points, 1.0) == (30, 480)
+    assert ramp.crossing(points, 0.5) is None
+
+
+def test_ramps_are_paired_by_seed_and_failures_are_counted() -> None:
+    runs = [_run("constant", 0, (100, 800)), _run("constant", 1, (50, 400), 1.0)]
+    runs += [_run("doubling", 0, (50, 1600), 2.5), _run("doubling", 1, (20, 400), 1.25)]
+    runs += [_run("ramp", 0, None), _run("ramp", 1, (30, 400), 1.0)]
+    figures = ramp.summarise(runs)
+    assert figures["doubling_steps_ratio"] == pytest.approx(0.45)
+    assert figures["doubling_samples_ratio"] == pytest.approx(1.5)
+    assert figures["doubling_loss_at_end"] == pytest.approx(0.375)
+    low, high = figures["doubling_steps_ratio_low"], figures["doubling_steps_ratio_high"]
+    assert low is not None
+    assert high is not None
+    assert low < 0.4 < 0.5 < high
+    assert (figures["doubling_never"], figures["ramp_never"]) == (0, 1)
+    assert figures["ramp_steps_ratio"] == pytest.approx(0.6)
