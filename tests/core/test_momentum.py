@@ -95,4 +95,6 @@ def test_powers_are_those_of_the_machine_but_for_the_last_bits(base, exponent):
 @given(st.floats(1e-6, 2), st.integers(1, 40))
 def test_geometric_sums(base, terms):
     exact = sum(Fraction(base) ** k for k in range(terms))
-    assert _exact.geometric(base, terms) == pytest.approx(float(exact), rel=1e-15)
+    power, total = _exact.geometric(base, terms)
+    assert total == pytest.approx(float(exact), rel=1e-15)
+    assert power == _exact.power(base, terms)

@@ -204,6 +204,8 @@ class Oracle:
                 if "betas" in group:
                     power = told["beta_power"][number]
                     group["betas"] = tuple(beta**power for beta in group["betas"])
+                if group.get("momentum"):
+                    self._scale_momentum(group, told["momentum_power"][number])
             return
         for group in self.optimizer.param_groups:
             factor = {"constant": 1.0, "linear": scale, "sqrt": scale**0.5, "malladi": scale**0.5}
@@ -219,6 +221,16 @@ class Oracle:
             if rule == "malladi" and "betas" in group:
                 group["betas"] = tuple(beta**scale for beta in group["betas"])
                 group["eps"] *= scale**-0.5
+
+    @staticmethod
+    def _scale_momentum(group: dict[str, Any], power: float) -> None:
+        # As many reference steps with one gradient: mu^r, and 1 + mu + ... on the gradient.
+        share = (1 - group["momentum"] ** power) / (1 - group["momentum"])
+        group["momentum"] **= power
+        group["weight_decay"] *= share
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(share)
 
     def _evaluate(self) -> None:
         with torch.no_grad():

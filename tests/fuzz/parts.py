@@ -228,6 +228,7 @@ class Diary:
                 "lr": [factor.lr for factor in model.factors],
                 "beta_power": [factor.beta_power for factor in model.factors],
                 "weight_decay": [factor.weight_decay for factor in model.factors],
+                "momentum_power": [factor.momentum_power for factor in model.factors],
             }
         )
 

@@ -160,7 +160,7 @@ class Program:
     @property
     def adaptive(self) -> bool:
         """Whether the factors depend on measured noise, which the oracle does not know."""
-        return self.rule in ("adascale", "adamscale", "surge")
+        return self.rule in ("adascale", "sgdscale", "adamscale", "surge")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,6 +311,8 @@ def generate(seed: int, *, max_world: int = 4, kills: bool = True) -> Case:
     fields["train_stats"] = chance(0.3)
     if chance(0.12):
         fields["rule"] = dice.choice(("adascale", "adamscale", "surge"))
+        if fields["rule"] == "adascale" and fields["optimizer"] in ("sgd", "momentum", "nesterov"):
+            fields["rule"] = dice.choice(("adascale", "sgdscale"))
         fields["stats_every"] = dice.randint(1, 3)
         if chance(0.4):
             fields["sizes"] = "auto"
@@ -405,6 +407,9 @@ def possible(case: Case) -> Case:
     if p.stats_every != "auto" and p.clip in ("loosen", "invariant"):
         # The threshold would follow noise that the oracle does not know.
         fixes["clip"] = "fixed"
+    if p.rule == "sgdscale" and p.optimizer in ("adam", "adamw"):
+        # Refused: their momentum is a beta.
+        fixes["rule"] = "adascale"
     if p.sizes == "auto" and not p.adaptive:
         fixes["sizes"], fixes["trace"] = "fixed", ()
     if p.sizes == "auto" and p.trace:

@@ -515,6 +515,21 @@ class Applied(keras.optimizers.AdamW):
         super().apply(grads, trainable_variables)
 
 
+def test_the_momentum_of_keras_is_left_alone_or_refused():
+    # Its velocity has the learning rate inside, unlike the buffer of torch.
+    x, y, _ = make_data()
+    for momentum, rule in ((0.9, "adascale"), (0.0, "sgdscale")):
+        resilin.reset_job()
+        net = make_net(optimizer=keras.optimizers.SGD(0.1, momentum=momentum))
+        Model(net, REFERENCE, 4).fit(x[:40], y[:40], verbose=0)
+        assert resilin.current_job().model.rule == resilin.core.rules.get_rule(rule)
+        assert net.optimizer.momentum == momentum
+    resilin.reset_job()
+    net = make_net(optimizer=keras.optimizers.SGD(0.1, momentum=0.9))
+    with pytest.raises(ValueError, match=r"momentum of torch.optim.SGD, and SGD of \S+keras"):
+        Model(net, REFERENCE, 4, rule="sgdscale").fit(x[:40], y[:40], verbose=0)
+
+
 def test_rules_reach_what_keras_calls_by_other_names():
     rule = resilin.PowerRule(0.5, betas=True, eps=True, weight_decay=True)
     optimizer = Applied(0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.9)

@@ -12,7 +12,7 @@ import math
 from decimal import Context, Decimal
 
 _CONTEXT = Context(prec=25, Emin=-999999, Emax=999999, traps=[])
-_WIDE = Context(prec=45, Emin=-999999, Emax=999999, traps=[])
+_WIDE = Context(prec=36, Emin=-999999, Emax=999999, traps=[])
 
 
 def exp(x: float) -> float:
@@ -40,19 +40,18 @@ def power(base: float, exponent: float) -> float:
     return float(_CONTEXT.exp(_WIDE.multiply(Decimal(exponent), _ln(base))))
 
 
-def geometric(base: float, terms: float) -> float:
-    """`(1 - base**terms) / (1 - base)` for `base` of at least 0, the same bits everywhere.
+def geometric(base: float, terms: float) -> tuple[float, float]:
+    """`base**terms` and `(1 - base**terms) / (1 - base)`, the same bits everywhere.
 
-    It is the sum of `terms` powers of `base`, from `base**0` on, continued to any real number of
-    terms above 0. At `base` 1 it is `terms`; one term is exactly 1.
+    The second is the sum of `terms` powers of `base`, from `base**0` on, continued to any real
+    number of terms above 0. At `base` 1 it is `terms`; one term is exactly 1.
     """
-    if terms == 1 or base == 0:
-        return 1.0
-    if base == 1:
-        return float(terms)
-    last = _WIDE.exp(_WIDE.multiply(Decimal(terms), _ln(base)))
-    # Both differences may be small: they keep their leading digits in the wide context.
-    return float(_WIDE.divide(_WIDE.subtract(1, last), _WIDE.subtract(1, Decimal(base))))
+    if base in (0, 1) or terms == 1:
+        return float(base), 1.0 if base == 0 else float(terms)
+    power = _WIDE.exp(_WIDE.multiply(Decimal(terms), _ln(base)))
+    # Both differences may be small: they keep 17 leading digits in the wide context.
+    total = _WIDE.divide(_WIDE.subtract(1, power), _WIDE.subtract(1, Decimal(base)))
+    return float(power), float(total)
 
 
 @functools.lru_cache(maxsize=64)

@@ -59,9 +59,9 @@ def scaled_momentum(momentum: float, dampening: float, power: float) -> ScaledMo
     _validate.real("power", power, above=0)
     if power == 1 or momentum == 0:
         return ScaledMomentum(momentum, dampening, 1.0)
-    share = _exact.geometric(momentum, power)
+    decay, share = _exact.geometric(momentum, power)
     return ScaledMomentum(
-        momentum=max(_exact.power(momentum, power), _LEAST_MOMENTUM),
+        momentum=max(decay, _LEAST_MOMENTUM),
         dampening=1 - (1 - dampening) * share,
         gradient=share,
     )

@@ -44,6 +44,10 @@ class KerasOptimizer(Optimizer):
             group["betas"] = (float(own.beta_1), float(own.beta_2))
         if getattr(own, "epsilon", None) is not None:
             group["eps"] = float(own.epsilon)
+        if hasattr(own, "momentum"):
+            # Told, for rules that would change it: the learning rate is inside the velocity, so no
+            # momentum and dampening do what they do in torch.
+            group["momentum"] = float(own.momentum)
         if own.weight_decay:
             # Keras subtracts lr * weight_decay * variable, whatever the optimizer.
             group.update(weight_decay=float(own.weight_decay), decoupled_weight_decay=True)

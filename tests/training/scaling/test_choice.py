@@ -1,0 +1,155 @@
+"""Which rule a job has, and what it says if that is not the one it was saved with."""
+
+import json
+import logging
+import re
+import zlib
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import resilin
+from resilin.core.rules import Factors, PowerRule, get_rule
+from resilin.training.scaling.choice import choose_rule, compare_with_saved
+
+
+def parameters():
+    return [nn.Parameter(torch.ones(2))]
+
+
+def foreign_sgd(momentum):
+    """An SGD of another package, which has the learning rate within its buffer."""
+
+    class SGD(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1, "momentum": momentum})
+
+    return SGD(parameters())
+
+
+class MySGD(torch.optim.SGD):
+    """The same steps under another name."""
+
+
+class Overridden(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_the_default_for_sgd_changes_the_momentum_with_and_without_one(caplog):
+    caplog.set_level(logging.INFO, logger="resilin")
+    for momentum in (0.0, 0.9):
+        optimizer = torch.optim.SGD(parameters(), lr=0.1, momentum=momentum)
+        assert choose_rule("auto", optimizer) == get_rule("sgdscale")
+    assert choose_rule("sgdscale", MySGD(parameters())) == get_rule("sgdscale")
+    assert choose_rule("sgdscale", foreign_sgd(0.0)) == get_rule("sgdscale")
+    assert not caplog.records
+
+
+def test_another_sgd_keeps_its_momentum_by_default_and_says_so(caplog):
+    caplog.set_level(logging.INFO, logger="resilin")
+    assert choose_rule("auto", foreign_sgd(0.9)) == get_rule("adascale")
+    assert "the rule is adascale and not sgdscale, because the momentum of" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        foreign_sgd(0.9),
+        torch.optim.RMSprop(parameters(), momentum=0.9),
+        torch.optim.Adam(parameters()),
+        torch.optim.AdamW(parameters()),
+        torch.optim.Adafactor(parameters()),
+        torch.optim.Muon([nn.Parameter(torch.ones(2, 2))]),
+    ],
+    ids=lambda optimizer: type(optimizer).__name__,
+)
+def test_a_momentum_of_another_form_is_refused(optimizer):
+    for rule in ("sgdscale", PowerRule(1, momentum=True)):
+        with pytest.raises(ValueError, match=r"momentum of torch.optim.SGD, and \S+ of \S+ is non"):
+            choose_rule(rule, optimizer)
+    choose_rule("adascale", optimizer)
+
+
+def test_a_rule_for_both_kinds_of_memory_fits_both():
+    both = PowerRule(1, 1, betas=True, momentum=True)
+    for optimizer in (torch.optim.Adam(parameters()), torch.optim.SGD(parameters(), momentum=0.9)):
+        assert choose_rule(both, optimizer) is both
+    with pytest.raises(ValueError, match="RMSprop"):
+        choose_rule(both, torch.optim.RMSprop(parameters(), momentum=0.9))
+
+
+def test_a_step_of_its_own_is_pointed_out(caplog):
+    choose_rule("adascale", Overridden(parameters(), momentum=0.9))
+    assert not caplog.records
+    choose_rule("sgdscale", Overridden(parameters(), momentum=0.9))
+    assert "Overridden has a step of its own: rule sgdscale takes its momentum" in caplog.text
+
+
+class Own:
+    """A rule of a user, without a text form of its own."""
+
+    clock, adaptive = "samples", False
+
+    def factors(self, scaling):
+        return Factors()
+
+
+@pytest.mark.parametrize(
+    ("rule", "saved", "said"),
+    [
+        (get_rule("sgdscale"), "sgdscale", None),
+        (get_rule("adascale"), None, None),
+        (get_rule("adamscale"), None, None),
+        (Own(), "Own", None),
+        (get_rule("sgdscale"), "adascale", "with rule adascale, and this run continues with sgdsc"),
+        (get_rule("linear"), "sqrt", "was trained with rule sqrt, and this run continues with lin"),
+        (get_rule("sgdscale"), None, "default was adascale .* continues with sgdscale"),
+    ],
+)
+def test_another_rule_than_the_saved_one_is_named(caplog, rule, saved, said):
+    compare_with_saved(rule, saved)
+    if said is None:
+        assert not caplog.records
+    else:
+        assert re.search(said, caplog.text)
+
+
+def make_job(folder, rule):
+    resilin.reset_job()
+    resilin.checkpoint_to(folder, every=1, memory_every=None)
+    torch.manual_seed(0)
+    net, data = nn.Linear(3, 2), TensorDataset(torch.randn(64, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    model = resilin.AdaptiveDataParallel(net, optimizer, rule=rule, stats_every=1)
+    return model, optimizer, resilin.AdaptiveDataLoader(data, 8, max_local_bsz=4)
+
+
+def forget_rule(folder):
+    """Makes checkpoints as they were before they had the name of the rule."""
+    for path in folder.glob("step-*/COMMIT.json"):
+        whole = json.loads(path.read_bytes())
+        assert whole["commit"]["tree"]["noise"].pop("rule") == "adascale"
+        body = json.dumps(whole["commit"]).encode()
+        path.write_bytes(b'{"crc32": "%08x", "commit": %s}\n' % (zlib.crc32(body), body))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_job_that_resumes_with_another_rule_says_so(tmp_path, caplog, kept):
+    model, optimizer, loader = make_job(tmp_path, "adascale")
+    for (x,) in loader:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if not kept:
+        resilin.reset_job()
+        forget_rule(tmp_path)
+    model, *_ = make_job(tmp_path, "auto")
+    assert resilin.resume().step >= 1
+    assert model.rule == get_rule("sgdscale")
+    assert model.noise is not None
+    said = "was trained with rule adascale" if kept else "default was adascale"
+    assert said in caplog.text
+    assert "continues with sgdscale" in caplog.text
