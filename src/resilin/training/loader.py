@@ -67,6 +67,8 @@ class AdaptiveDataLoader:
             `resilin.core.stream`.
         batch_weight: Gives the weight of a collated micro-batch, such as its number of tokens;
             the gradient is then the weighted mean. None weighs by samples.
+        noise_cap: Whether a batch is only as large as the noise allows, for SGD over many epochs:
+            `floor(gain(k))` of the k reference batches offered; see `resilin.core.noise_cap`.
         fingerprint: What identifies the dataset in checkpoints; None takes its class and length.
         **dataloader_kwargs: Any other argument of `torch.utils.data.DataLoader`.
 
@@ -86,6 +88,7 @@ class AdaptiveDataLoader:
         seed: int | None = None,
         tail: Tail | None = None,
         batch_weight: Callable[[Any], Any] | None = None,
+        noise_cap: bool = False,
         fingerprint: str | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
@@ -129,13 +132,13 @@ class AdaptiveDataLoader:
             _validate.whole("max_local_bsz", max_local_bsz, at_least=1)
         self.job = current_job()
         """The job that it belongs to: the one that was current when it was made."""
-        reference = self._batches.reference
         self._sizes = BatchSizes(
             _sizing_context(self.job),
-            reference,
+            self._batches.reference,
             max_local_bsz,
             limit,
             weighs=batch_weight is not None,
+            capped=noise_cap,
         )
         self._passes = Passes(
             self.job, self._batches, self._sizes, batch_weight, dataset, dataloader_kwargs
@@ -362,6 +365,7 @@ def _sizing_context(job: Job) -> SizingContext:
         tokens_per_step=tokens_per_step,
         noise=noise,
         lower_phi=bound,
+        optimizer=lambda: None if job.trained is None else type(job.trained.optimizer).__name__,
         sync_seconds=sync_seconds,
         has_started=lambda: job.recovery is not None,
     )

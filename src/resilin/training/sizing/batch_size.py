@@ -16,15 +16,15 @@ from resilin.core.trace import BatchTrace
 from resilin.engine import overrides
 from resilin.training.ballot import Voter
 from resilin.training.sizing.autoscale import Autoscaler
+from resilin.training.sizing.by_noise import Capping, Ramping
 from resilin.training.sizing.context import KeptSizes, SizePart, SizingContext
 from resilin.training.sizing.memory_limit import LocalLimit, SharedLimit
-from resilin.training.sizing.ramping import Ramping
 
 logger = logging.getLogger("resilin")
 
 BatchSize = int | Schedule[int] | BatchSchedule | BatchTrace | NoiseRamp | Callable[[Clock], int]
 """A global batch size, or a schedule, a trace, a ramp, or a function of the clock."""
-PARTS = ("autoscale", "ramp")
+PARTS = ("autoscale", "ramp", "noise_cap")
 """Names of all parts of the batch sizes that have state."""
 
 
@@ -58,6 +58,33 @@ def _planned(
     return BatchPlan(samples, replicas, max_local_bsz=fits)
 
 
+def _check_tokens(clock: Clock, *, weighs: bool, told: float | None) -> None:
+    """Refuse positions in tokens where the clock of the job has none.
+
+    Args:
+        clock: The clock of the job.
+        weighs: Whether the loader weighs batches.
+        told: Tokens in a reference step, if the model was told.
+
+    Raises:
+        ValueError: Nothing weighs the batches, or no model adds up their weights.
+    """
+    if not weighs and told is None:
+        raise ValueError(
+            "a BatchSchedule with unit='tokens' needs a job that counts tokens: batch_weight= of "
+            "the AdaptiveDataLoader is None; set it to a function that returns the tokens of a "
+            "batch, or choose unit='samples'"
+        )
+    # `model.weight()` may weigh instead of the loader: only a step shows whether it does.
+    counted = clock.tokens > 0 and (weighs or clock.tokens != clock.samples)
+    if clock.samples and not counted:
+        raise ValueError(
+            "a BatchSchedule with unit='tokens' needs a job that counts tokens: the clock has "
+            f"{clock.tokens:g} tokens after {clock.samples} samples; train an "
+            "AdaptiveDataParallel, with batch_weight= of the loader or within model.weight()"
+        )
+
+
 class BatchSizes:
     """The batch sizes of one loader: set by the user, or chosen by an autoscaler.
 
@@ -67,6 +94,7 @@ class BatchSizes:
         max_local_bsz: Most samples in a micro-batch; None sets no limit.
         limit: What fits into the memory of this replica, if that is watched.
         weighs: Whether the loader weighs batches, as by their tokens.
+        capped: Whether batches are at most as large as the noise allows.
     """
 
     def __init__(
@@ -77,6 +105,7 @@ class BatchSizes:
         limit: LocalLimit | None = None,
         *,
         weighs: bool = False,
+        capped: bool = False,
     ) -> None:
         self._context = context
         self._weighs = weighs
@@ -92,6 +121,7 @@ class BatchSizes:
         self._replayed: BatchTrace | None = None
         self._voted: list[tuple[SizePart, int]] = []
         self._chooser: Autoscaler | Ramping | None = None
+        self._cap = Capping(context, reference.batch_size) if capped else None
 
     @property
     def autoscaler(self) -> Autoscaler | None:
@@ -101,9 +131,12 @@ class BatchSizes:
     @property
     def parts(self) -> dict[str, SizePart]:
         """The parts with state that the batch size depends on, by name; they need the noise."""
-        if self._chooser is None:
-            return {}
-        return {"autoscale" if self.autoscaler else "ramp": self._chooser}
+        parts: dict[str, SizePart] = {}
+        if self._chooser is not None:
+            parts["autoscale" if self.autoscaler else "ramp"] = self._chooser
+        if self._cap is not None:
+            parts["noise_cap"] = self._cap
+        return parts
 
     def set(self, batch_size: BatchSize) -> None:
         """The user chooses."""
@@ -216,6 +249,10 @@ class BatchSizes:
         if isinstance(previous, BatchSizes) and previous is not self and previous in voters:
             voters.remove(previous)
             self._continue(previous._chooser)
+            if self._cap is not None and previous._cap is not None:
+                self._cap.load_state_dict(previous._cap.state_dict())
+        if self._cap is not None:
+            self._cap.begin()
         if self not in voters:
             voters.append(self)
         return self.parts
@@ -242,6 +279,17 @@ class BatchSizes:
 
     def now(self) -> int:
         """The global batch size of the next step."""
+        offered = self._offered()
+        if self._cap is None:
+            return offered
+        size = self._cap.limit(offered)
+        if size == offered or self._replayed is not None:
+            return size
+        # What the user allows goes before what the noise allows.
+        return self._bounds.nearest(size, self._context.engine.membership.num_replicas)
+
+    def _offered(self) -> int:
+        """The same without the cap."""
         if self._chooser is not None:
             return self._chooser.batch_size
         wanted, clock = self._replayed or self._wanted, self._clock()
@@ -254,7 +302,7 @@ class BatchSizes:
             size = wanted.now(clock, self._with_tokens())
         else:
             if isinstance(wanted, BatchSchedule) and wanted.unit == "tokens":
-                self._check_tokens(clock)
+                _check_tokens(clock, weighs=self._weighs, told=self._context.tokens_per_step())
             size = wanted(clock)
         return _validate.whole("the batch size", size, at_least=1)
 
@@ -264,28 +312,6 @@ class BatchSizes:
         return (
             self._reference if tokens is None else replace(self._reference, tokens_per_step=tokens)
         )
-
-    def _check_tokens(self, clock: Clock) -> None:
-        """Refuses positions in tokens where the clock of the job has none.
-
-        Raises:
-            ValueError: Nothing weighs the batches, or no model adds up their weights.
-        """
-        told = self._context.tokens_per_step()
-        if not self._weighs and told is None:
-            raise ValueError(
-                "a BatchSchedule with unit='tokens' needs a job that counts tokens: batch_weight= "
-                "of the AdaptiveDataLoader is None; set it to a function that returns the tokens "
-                "of a batch, or choose unit='samples'"
-            )
-        # `model.weight()` may weigh instead of the loader: only a step shows whether it does.
-        counted = clock.tokens > 0 and (self._weighs or clock.tokens != clock.samples)
-        if clock.samples and not counted:
-            raise ValueError(
-                "a BatchSchedule with unit='tokens' needs a job that counts tokens: the clock has "
-                f"{clock.tokens:g} tokens after {clock.samples} samples; train an "
-                "AdaptiveDataParallel, with batch_weight= of the loader or within model.weight()"
-            )
 
     def _clock(self) -> Clock:
         # Without a model nobody commits steps, and the loader counts its own.
@@ -297,10 +323,11 @@ class BatchSizes:
         Raises:
             RuntimeError: The batch size waits for the noise of a model.
         """
-        if isinstance(self._chooser, Ramping):
+        if isinstance(self._chooser, Ramping) or self._cap is not None:
+            named = "noise_cap=True" if self._cap is not None else "a NoiseRamp"
             raise RuntimeError(
-                "a NoiseRamp needs the noise of the gradient, which an AdaptiveDataParallel "
-                "measures, and there is none: the batch would never grow"
+                f"{named} needs the noise of the gradient, which an AdaptiveDataParallel measures, "
+                "and there is none: the batch would never grow"
             )
         self._own_clock = self._own_clock.advance(
             samples=samples, scale=scale, gain=min(1.0, scale), sample_steps=sample_steps

@@ -30,6 +30,8 @@ class SizingContext:
     """Returns the noise of the gradient, per sample; None until it was measured."""
     lower_phi: Callable[[float], float | None]
     """Returns the lower bound of the noise scale at this confidence, in samples, if known."""
+    optimizer: Callable[[], str | None]
+    """Returns the name of the optimizer's class, if there is a model."""
     sync_seconds: Callable[[], float | None]
     """Returns how long the newest step that is known waited for the reduction of its gradient."""
     has_started: Callable[[], bool]

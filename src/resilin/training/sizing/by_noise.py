@@ -1,0 +1,133 @@
+"""Batch sizes by the noise: a `NoiseRamp` or a `NoiseCap` in a job.
+
+Replica 0 proposes in the ballot what its measurements say, and all replicas take it up at the same
+step: nothing has to come out the same on two machines but a sum.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from resilin.core.events import DecisionEvent
+from resilin.core.noise_cap import NoiseCap
+from resilin.core.ramp import CONFIDENCE, NoiseRamp
+from resilin.core.rules import WeakEvidenceWarning
+from resilin.training.sizing.context import SizingContext
+
+logger = logging.getLogger("resilin")
+
+
+class Ramping:
+    """The ramp of one loader, and the size that it has reached.
+
+    Args:
+        context: What it reads of the job.
+        ramp: The sizes.
+    """
+
+    def __init__(self, context: SizingContext, ramp: NoiseRamp) -> None:
+        self._context = context
+        self._ramp = ramp
+        self._reason = ""
+        self.batch_size = ramp.sizes[0]
+        """The global batch size now; the same on all replicas."""
+
+    def votes(self) -> tuple[float, ...]:
+        """The next size on replica 0 if the noise allows it, else 0."""
+        if self._context.engine.membership.replica != 0:
+            return (0.0,)
+        bound = self._context.lower_phi(self._ramp.confidence)
+        size = self._ramp.next(self.batch_size, bound)
+        if size == self.batch_size:
+            return (0.0,)
+        self._reason = f"the noise scale is above {bound:.6g} samples, and so above {size}"
+        return (float(size),)
+
+    def counted(self, votes: tuple[float, ...]) -> None:
+        """Takes up the size that replica 0 proposes, if it does."""
+        if not votes[0]:
+            return
+        before, self.batch_size = self.batch_size, round(votes[0])
+        if self._context.engine.membership.replica != 0:
+            return
+        logger.info("batch size %d -> %d: %s", before, self.batch_size, self._reason)
+        told = self._context.events
+        told.emit(
+            DecisionEvent(
+                **told.stamp(),
+                batch_size_before=before,
+                batch_size=self.batch_size,
+                reason=self._reason,
+            )
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The size that was reached, for checkpoints; the same on all replicas."""
+        return {"batch_size": self.batch_size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues with the size that was reached, or the largest one of the list below it."""
+        self.batch_size = self._ramp.resume(int(state["batch_size"]))
+
+
+class Capping:
+    """The cap of one loader.
+
+    Args:
+        context: What it reads of the job.
+        reference: The reference batch.
+    """
+
+    def __init__(self, context: SizingContext, reference: int) -> None:
+        self._context = context
+        self._cap = NoiseCap(reference)
+        self._warned = False
+
+    def limit(self, offered: int) -> int:
+        """The batch size for an offered one; the same on all replicas."""
+        return self._cap.limit(offered)
+
+    def begin(self) -> None:
+        """The loader begins to train.
+
+        Warns:
+            WeakEvidenceWarning: The optimizer is not SGD.
+        """
+        optimizer = self._context.optimizer()
+        if optimizer in (None, "SGD") or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"noise_cap=True with {optimizer}: the cap helps SGD over many epochs; with "
+            "Adam on a small language model it lost accuracy",
+            WeakEvidenceWarning,
+            stacklevel=2,
+        )
+
+    def votes(self) -> tuple[float, ...]:
+        """The noise scale to follow from now on, on replica 0 and if it is another one, else 0."""
+        noise = self._context.noise()
+        if noise is None or self._context.engine.membership.replica != 0:
+            return (0.0,)
+        if self._cap.phi is None and self._context.lower_phi(CONFIDENCE) is None:
+            # The first few measurements may say anything.
+            return (0.0,)
+        after = self._cap.observe(noise.phi)
+        return (0.0 if after is self._cap else after.phi or 0.0,)
+
+    def counted(self, votes: tuple[float, ...]) -> None:
+        """Takes up the noise scale that replica 0 says, if it does."""
+        if votes[0]:
+            self._cap = replace(self._cap, phi=votes[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The noise scale, for checkpoints; the same on all replicas."""
+        return {"phi": self._cap.phi}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        self._cap = replace(self._cap, phi=state["phi"])
