@@ -26,8 +26,6 @@ class Run:
     points: tuple[Point, ...]
     reached: tuple[float, float] | None
     """Steps and samples at which it reaches the target; None if it never does."""
-    at_end: float
-    """Held-out loss where the schedule ends."""
     last_size: int
     cpu_seconds: float
 
@@ -62,8 +60,5 @@ def summarise(runs: Sequence[Run]) -> dict[str, float | None]:
             figures[f"{name}_{what}_ratio_low"] = ratio.mean - ratio.half
             figures[f"{name}_{what}_ratio_high"] = ratio.mean + ratio.half
         figures[f"{name}_never"] = len(pairs) - len(known)
-        worse = mean_interval([run.at_end - base[run.seed].at_end for run in mine])
-        figures[f"{name}_loss_at_end"] = worse.mean
-        figures[f"{name}_loss_at_end_half"] = worse.half
         figures[f"{name}_last_size"] = statistics.fmean(run.last_size for run in mine)
     return figures
