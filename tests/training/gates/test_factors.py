@@ -276,3 +276,52 @@ def test_groups_without_momentum_are_untouched():
             optimizers[0].step()
         optimizers[1].step()
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_groups_that_share_a_learning_rate_get_their_own_factors():
+    # torch gives all groups the one tensor that is their default.
+    made, shared = parameters(), torch.tensor(0.1, dtype=torch.float64)
+    optimizer = torch.optim.SGD([{"params": [parameter]} for parameter in made], lr=shared)
+    groups = optimizer.param_groups
+    for multiples in ((2.0, 2.0, 2.0), (1.0, 2.0, 3.0), (2.0, 1.0, 1.0), (1.0, 1.0, 1.0)):
+        with applied(optimizer, [Factors(lr=multiple) for multiple in multiples]):
+            rates = [float(group["lr"]) for group in groups]
+        assert rates == pytest.approx([0.1 * multiple for multiple in multiples])
+        assert all(group["lr"] is shared for group in groups)
+        assert float(shared) == 0.1
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_gradients_that_a_fused_step_unscales_are_unscaled_when_they_come_back(overflows):
+    made = parameters()
+    optimizer = torch.optim.SGD(made, lr=0.1, momentum=0.9, nesterov=True, fused=True)
+    gradients(0, made)
+    step(optimizer, 1.0)
+    before = [parameter.detach().clone() for parameter in made]
+    gradients(1, made)
+    kept = [parameter.grad.clone() for parameter in made]
+    # As a GradScaler hands them over.
+    optimizer.grad_scale = torch.tensor(4.0)
+    optimizer.found_inf = torch.tensor(float(overflows))
+    step(optimizer, 8.0)
+    for parameter, old, gradient in zip(made, before, kept, strict=True):
+        assert torch.equal(parameter, old) == overflows
+        expected = gradient if overflows else gradient / 4
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-12, atol=0)
+
+
+def test_sparse_gradients_have_their_share():
+    made = [nn.Parameter(torch.ones(4, 2, dtype=torch.float64))]
+    reference = Reference(made)
+    optimizer = torch.optim.SGD(made, lr=0.1, momentum=0.9)
+    for worth in (8.0, 1.0, 3.0):
+        rows = torch.full((2, 2), 0.5, dtype=torch.float64)
+        sparse = torch.sparse_coo_tensor(
+            torch.tensor([[0, 3]]), rows, (4, 2), check_invariants=True
+        )
+        made[0].grad = sparse.to_dense()
+        reference.step(made, worth)
+        made[0].grad = sparse
+        step(optimizer, worth)
+        assert made[0].grad is sparse
+        torch.testing.assert_close(made[0].detach(), reference.values[0], rtol=1e-12, atol=1e-12)
