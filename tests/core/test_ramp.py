@@ -116,7 +116,14 @@ def test_the_measurements_of_a_state_without_a_spread_count_as_one():
 @pytest.mark.parametrize(
     ("probability", "dof", "quantile"),
     # From published tables.
-    [(0.975, 7, 2.365), (0.975, 30, 2.042), (0.95, 9, 1.833), (0.75, 8, 0.706), (0.995, 7, 3.499)],
+    [
+        (0.975, 7, 2.365),
+        (0.975, 30, 2.042),
+        (0.95, 9, 1.833),
+        (0.75, 8, 0.706),
+        (0.995, 7, 3.499),
+        (0.975, 6, 2.447),
+    ],
 )
 def test_quantiles_of_student(probability, dof, quantile):
     assert student(probability, dof) == pytest.approx(quantile, rel=0.01)

@@ -26,8 +26,9 @@ from resilin.core.noise import NoiseAverage
 
 CONFIDENCE = 0.95
 """Probability that phi is above its lower bound, at one look."""
-FEWEST = 8
-"""Effective number of measurements below which nothing is concluded from their spread."""
+FEWEST = 7
+"""Effective number of measurements below which nothing is concluded from their spread. The first
+eight steps of a job are always measured, and count a little less than eight, as they decay."""
 
 
 def lower_phi(averages: Sequence[NoiseAverage], confidence: float = CONFIDENCE) -> float | None:
@@ -58,7 +59,7 @@ def lower_phi(averages: Sequence[NoiseAverage], confidence: float = CONFIDENCE) 
 
 
 def student(probability: float, dof: float) -> float:
-    """Quantile of Student's t by its expansion around the normal one; within 1% from 7 dof on."""
+    """Quantile of Student's t by its expansion around the normal one; within 1% from 6 dof on."""
     z = NormalDist().inv_cdf(probability)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
