@@ -13,7 +13,8 @@ same clock. Tasks:
   test. Each seed has a split of its own.
 - `digits-std`: the same with each pixel standardised. Here the negative control loses only about
   a point, with or without resilin, so it proves little: it was tried first, and has no limit.
-- `noisy`: a made-up problem with 10% random labels. It was held out until `sgdscale` was chosen.
+- `noisy`: a made-up problem with 10% random labels. It was held out until `sgdscale` was
+  looked at.
 - `fresh`: the same generator, one epoch over 20,000 rows. A rule that needs more samples sees rows
   again, in another order.
 - `conv`: digits as images, two convolutions with BatchNorm, nesterov and weight decay. A
@@ -35,9 +36,11 @@ test loss is). The negative control is linear scaling at 16 times the batch: it 
 points, or the task could not tell a good rule from a bad one.
 
 Rules are those of `resilin`, and `before`: the default as it was until November 2026, which is
-`adascale` or `adamscale` with noise averaged over 15% of the run. Each cell of the default has its
-paired difference from `adascale` and from `before`. On a held-out task the default must not be
-worse than either by more than two standard errors.
+`adascale` or `adamscale` with noise averaged over 15% of the run instead of 5%. Each cell of
+`sgdscale`, and of Adam's default, has its paired difference from `adascale` and from `before`.
+`sgdscale` was to become the default for SGD unless it was below either on a held-out task by more
+than two standard errors. It was, in four of 16 comparisons, and `adascale` is the default. The
+limits of that are left as they were chosen: the full form misses them.
 
 `--quick` trains on `digits` with 5 seeds; its limits are wider, as its errors are. `--tasks a,b`
 does some tasks, and checks their limits only. `--keep FILE` adds each run to a file and does not
@@ -79,7 +82,7 @@ from resilin.core.clock import Clock, Reference
 from resilin.training.scaling import estimates
 
 BEFORE = {"sgd": "adascale", "adam": "adamscale", "adamw": "adamscale"}
-"""Defaults before `sgdscale`."""
+"""Rules of `before`."""
 HORIZON_BEFORE = 0.15
 TRACES: dict[str, tuple[int, ...]] = {
     "1x": (1,),
@@ -198,19 +201,18 @@ def plan(quick: bool) -> dict[Config, int]:
             seeds[config.reference] = max(num, seeds.get(config.reference, 0))
 
     if quick:
-        for optimizer in TASKS["digits"].optimizers:
-            add(5, "digits", optimizer, "auto", "8x zigzag")
-        add(5, "digits", "sgd", "adascale", "8x zigzag")
+        add(5, "digits", "adam", "auto", "8x zigzag")
+        add(5, "digits", "sgd", "sgdscale adascale", "8x zigzag")
         add(5, "digits", "sgd", "linear", "16x")
         return seeds
     add(3, "bytes", "adamw", "auto before", "8x zigzag")
-    add(10, "conv", "sgd", "auto before", "8x 16x")
+    add(10, "conv", "sgd", "sgdscale before", "8x 16x")
     for task in HELD_OUT:
-        add(10, task, "sgd", "auto adascale before", "8x 16x down zigzag")
-    add(10, "fresh", "sgd", "auto adascale before", "8x 16x")
-    add(10, "noisy", "sgd", "auto adascale before", "8x 16x zigzag")
-    add(10, "digits", "sgd", "auto adascale before", "8x 16x down")
-    add(20, "digits", "sgd", "auto adascale before", "up zigzag")
+        add(10, task, "sgd", "sgdscale adascale before", "8x 16x down zigzag")
+    add(10, "fresh", "sgd", "sgdscale adascale before", "8x 16x")
+    add(10, "noisy", "sgd", "sgdscale adascale before", "8x 16x zigzag")
+    add(10, "digits", "sgd", "sgdscale adascale before", "8x 16x down")
+    add(20, "digits", "sgd", "sgdscale adascale before", "up zigzag")
     add(10, "digits", "sgd", "linear sqrt constant", "8x 16x zigzag")
     add(10, "digits", "adam", "auto before", "8x 16x zigzag")
     return seeds

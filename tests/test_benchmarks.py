@@ -161,7 +161,7 @@ def test_contest_tells_who_takes_twice_as_long_and_who_cannot_run() -> None:
     assert ran_on == ["a", "b", "own", "twice"]
 
 
-DEFAULT = Config("friedman", "sgd", "auto", "8x")
+DEFAULT = Config("friedman", "sgd", "sgdscale", "8x")
 
 
 def runs(config: Config, *scores: float, samples: int = 1000) -> list[Result]:
@@ -198,12 +198,12 @@ def test_default_must_not_be_below_the_old_rule_on_a_held_out_task(
 
 
 def test_a_part_of_the_plan_has_the_limits_of_that_part() -> None:
-    config = Config("digits", "sgd", "auto", "16x")
+    config = Config("digits", "sgd", "sgdscale", "16x")
     lost = {config: summarise(runs(config, 89, 79), runs(config.reference, 90, 80))}
     figures, limits = accuracy_verdict(lost, {}, quick=False)
     assert (figures, limits) == (
-        {"digits_sgd_16x_points_lost": 1},
-        {"digits_sgd_16x_points_lost": 0.65},
+        {"digits_sgd_sgdscale_16x_points_lost": 1},
+        {"digits_sgd_sgdscale_16x_points_lost": 0.65},
     )
 
 

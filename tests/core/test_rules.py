@@ -218,7 +218,7 @@ def test_errors_name_the_value_and_the_rule(make, error, message):
 def test_defaults_by_optimizer():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert default_rule("SGD") == get_rule("sgdscale")
+        assert default_rule("SGD") == get_rule("adascale")
         assert default_rule("Adam") == default_rule("AdamW") == get_rule("adamscale")
     for weak in ("Adafactor", "Lion", "Muon"):
         with pytest.warns(WeakEvidenceWarning, match=weak):

@@ -548,7 +548,7 @@ def test_a_stock_loader_needs_the_reference_batch():
 
 
 def test_rules_by_default():
-    assert make(torch.optim.SGD)[0].rule == PowerRule(1, 1, momentum=True)
+    assert make(torch.optim.SGD)[0].rule == PowerRule(1, 1)
     resilin.reset_job()
     assert make(torch.optim.AdamW)[0].rule == PowerRule(0.5, 0.5, betas=True, weight_decay=True)
     resilin.reset_job()

@@ -239,7 +239,7 @@ def rule_name(rule: ScalingRule) -> str:
     return kind.__qualname__ if plain else str(rule)
 
 
-_STRONG = {"SGD": "sgdscale", "Adam": "adamscale", "AdamW": "adamscale"}
+_STRONG = {"SGD": "adascale", "Adam": "adamscale", "AdamW": "adamscale"}
 _WEAK = ("Adafactor", "Adamax", "Lion", "Muon", "NAdam", "RAdam", "RMSprop")
 
 

@@ -13,9 +13,6 @@ from resilin.training.gates.factors import keeps_sgd_buffer, refuse_momentum
 
 logger = logging.getLogger("resilin")
 
-_BEFORE = {"sgdscale": "adascale"}
-"""Default rules that had another one before them, when checkpoints did not say which they had."""
-
 
 def choose_rule(rule: str | ScalingRule, optimizer: Optimizer) -> ScalingRule:
     """The rule that was asked for, or the default one of the optimizer.
@@ -29,19 +26,7 @@ def choose_rule(rule: str | ScalingRule, optimizer: Optimizer) -> ScalingRule:
     """
     kind = type(optimizer)
     if rule == "auto":
-        chosen = default_rule(kind.__name__)
-        if _can_honour(chosen, optimizer):
-            return chosen
-        # By its name it is SGD, but its momentum has another form: as in Keras, where the
-        # learning rate is inside the buffer.
-        logger.info(
-            "the rule is adascale and not %s, because the momentum of %s.%s is not that of "
-            "torch.optim.SGD",
-            rule_name(chosen),
-            kind.__module__,
-            kind.__qualname__,
-        )
-        return get_rule("adascale")
+        return default_rule(kind.__name__)
     chosen = get_rule(rule)
     if not _can_honour(chosen, optimizer):
         raise refuse_momentum(optimizer)
@@ -82,15 +67,7 @@ def compare_with_saved(rule: ScalingRule, saved: str | None) -> None:
         saved: Name of the rule in the state; None in a state from before it was kept.
     """
     name = rule_name(rule)
-    if saved is None and name in _BEFORE:
-        logger.warning(
-            "the state does not say which rule it was trained with. The default was %s when such "
-            "states were saved, and this run continues with %s; to keep the former, pass rule=%r",
-            _BEFORE[name],
-            name,
-            _BEFORE[name],
-        )
-    elif saved is not None and saved != name:
+    if saved is not None and saved != name:
         logger.warning(
             "the state was trained with rule %s, and this run continues with %s; to keep the "
             "former, pass it as rule=",
