@@ -52,8 +52,8 @@ def main():
         if current_job().engine.membership.replica == 0:
             clock, size = model.clock, loader.current_batch_size
             print(
-                f"epoch {epoch}: loss {loss.item():.2f}, {clock.steps} steps, {clock.samples} "
-                f"samples, batch {size}, noise scale {model.noise.phi:.0f}"
+                f"epoch {epoch}: {clock.steps} steps, {clock.samples} samples, batch {size}, "
+                f"noise scale {model.noise.phi:.0f}"
             )
     for event in decisions:
         if isinstance(event, DecisionEvent):

@@ -22,8 +22,7 @@ from picture import write
 FIGURES = Path(__file__).with_suffix(".json")
 OUT = Path(__file__).parents[1] / "assets" / "large_batch.svg"
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#666666"
-CELLS = [(rule, trace) for trace in ("8x", "16x") for rule in ("before", "auto")]
-NAMES = {"before": "before", "auto": "sgdscale"}
+CELLS = [(rule, trace) for trace in ("8x", "16x") for rule in ("before", "sgdscale")]
 
 
 def regime(ax: Axes, rows: dict[str, dict[str, float]], task: str, title: str) -> None:
@@ -44,7 +43,7 @@ def regime(ax: Axes, rows: dict[str, dict[str, float]], task: str, title: str) -
             label=name,
         )
     ax.axhline(0, color=GREY, linewidth=1)
-    ax.set_xticks(range(len(CELLS)), [f"{NAMES[rule]}\n{trace}" for rule, trace in CELLS])
+    ax.set_xticks(range(len(CELLS)), [f"{rule}\n{trace}" for rule, trace in CELLS])
     ax.set_ylabel("loss at the end, minus the reference run (nats)")
     ax.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
     ax.grid(axis="y", color="#e6e6e6", linewidth=0.6)
