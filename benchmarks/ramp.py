@@ -41,6 +41,7 @@ from accuracy_tasks import TASKS, Rows
 from harness import finish, parse_args
 from ramp_figures import CONTENDERS, Point, Run, crossing, summarise
 from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
 
 import resilin
 from resilin.core.batch_schedule import BatchSchedule
@@ -67,6 +68,16 @@ def windows(seed: int, num: int) -> tuple[Rows, Rows]:
     return Rows(*(torch.cat(column)[:num] for column in columns)), parts[0].test
 
 
+def warmed_cosine(optimizer: torch.optim.Optimizer, total: int) -> LambdaLR:
+    """A warm-up of 5% and a cosine to a tenth, over so many steps."""
+
+    def factor(step: float) -> float:
+        cosine = 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / total))
+        return min(1.0, (step + 1) / (0.05 * total)) * cosine
+
+    return LambdaLR(optimizer, factor)
+
+
 def train(name: str, seed: int, samples: int, target: float | None) -> Run:
     """Trains once, as a user would; the constant batch has no target and stops at its end."""
     began = time.process_time()
@@ -80,12 +91,7 @@ def train(name: str, seed: int, samples: int, target: float | None) -> Run:
     total = samples // SIZES[0]
     model = task.model()
     optimizer = task.optimizers["adamw"](model.parameters())
-
-    def factor(step: float) -> float:
-        cosine = 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / total))
-        return min(1.0, (step + 1) / (0.05 * total)) * cosine
-
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    scheduler = warmed_cosine(optimizer, total)
     parallel = resilin.AdaptiveDataParallel(
         model, optimizer, scheduler, schedule_by="rule", stats_every=1
     )

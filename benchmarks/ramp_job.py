@@ -9,11 +9,11 @@ docs/guides/branch.md has what came out.
 
 from __future__ import annotations
 
-import math
 import sys
 
 import torch
 from accuracy_tasks import TASKS, Rows
+from ramp import warmed_cosine
 from torch.nn import functional
 
 import resilin
@@ -31,12 +31,7 @@ def main() -> None:
     data = Rows(*(torch.cat(column) for column in columns))
     model = task.model()
     optimizer = task.optimizers["adamw"](model.parameters())
-
-    def factor(step: float) -> float:
-        cosine = 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / STEPS))
-        return min(1.0, (step + 1) / (0.05 * STEPS)) * cosine
-
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    scheduler = warmed_cosine(optimizer, STEPS)
     parallel = resilin.AdaptiveDataParallel(
         model, optimizer, scheduler, schedule_by="rule", stats_every=1
     )

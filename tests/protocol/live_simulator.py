@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from resilin.core import live
-from resilin.core.live import Authority, Healing, Held, NotLive
+from resilin.core.live import Authority, Healing, NotLive
 from resilin.core.membership import Member, Roster
+from resilin.core.recovery import Version
 
 MOST = 6
 """Most members of a job."""
@@ -47,11 +48,11 @@ class Rules:
     all_have_seen: Callable[[int, int], bool] = live.all_have_seen
     reports: Callable[[int], bool] = live.reports
     heal: Callable[..., Healing] = live.heal
-    committed_in: Callable[[int, Held], int] = lambda generation, before: generation
-    loads: Callable[[Held | None], Held | None] = lambda before: None
+    committed_in: Callable[[int, Version], int] = lambda generation, before: generation
+    loads: Callable[[Version | None], Version | None] = lambda before: None
     remove: Callable[[Authority, str], Authority] = Authority.remove
     renew: Callable[[Authority, int], Authority] = Authority.renew
-    form: Callable[[Authority, Roster, Held], Authority] = Authority.form
+    form: Callable[[Authority, Roster, Version], Authority] = Authority.form
     check: Callable[[Authority, str], None] = Authority.check
 
 
@@ -66,10 +67,10 @@ class Group:
     """The connections among the members of one generation, and what has gone through them."""
 
     roster: Roster
-    told: dict[str, Held | None] = field(default_factory=dict)
+    told: dict[str, Version | None] = field(default_factory=dict)
     """What each one holds that has come to it."""
     brought: dict[str, Trained] = field(default_factory=dict)
-    arrived: dict[int, dict[str, tuple[Held, Trained, bool]]] = field(default_factory=dict)
+    arrived: dict[int, dict[str, tuple[Version, Trained, bool]]] = field(default_factory=dict)
     """By step: who waits in its ballot, with what, and whether it has seen a newer generation."""
     broken: bool = False
 
@@ -88,7 +89,7 @@ class Process:
     name: str
     doing: str = "form"
     """What it does next: form, load, train or wait."""
-    held: Held | None = None
+    held: Version | None = None
     trained: Trained = None
     authority: str = ""
     """The authority that it began with."""
@@ -123,7 +124,7 @@ class History:
         self.processes = {name: Process(name) for name in first}
         self.authority = Authority.start("first", [Member(name=name) for name in first])
         self.rosters: dict[Number, Roster] = {}
-        self.least: dict[Number, Held | None] = {}
+        self.least: dict[Number, Version | None] = {}
         self.announce()
         self.groups: dict[Number, Group] = {}
         self.unheard: list[str] = []
@@ -285,7 +286,7 @@ class History:
             said = group.arrived[step].values()
             generation = group.roster.generation
             committed_in = self.rules.committed_in(generation, process.held)
-            process.held = Held(committed_in, step + 1)
+            process.held = Version(committed_in, step + 1)
             process.trained = (process.trained, step + 1, generation)
             seen = sum(newer for _, _, newer in said)
             process.over = self.rules.all_have_seen(seen, num)

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from resilin.core import live
-from resilin.core.live import Authority, Held, NotLive, heal, is_broken
+from resilin.core.live import Authority, NotLive, heal, is_broken
 from resilin.core.membership import Member
+from resilin.core.recovery import Version
 from tests.protocol.live_simulator import FAULTS, PLANNED, Rules, Violation, run
 
 
@@ -112,12 +113,12 @@ def test_who_leaves_is_there_until_it_is_gone():
     died = authority.remove("b")
     assert died.roster.generation == authority.roster.generation + 1
     assert is_broken(job("a", "b").roster, died.roster, died.leaving)
-    formed = authority.form(authority.roster, Held(0, 3))
+    formed = authority.form(authority.roster, Version(0, 3))
     assert formed.leaving == frozenset()
 
 
 def test_the_newest_state_wins_and_its_holders_send_it():
-    old, branch, newest = Held(1, 9), Held(2, 9), Held(2, 10)
+    old, branch, newest = Version(1, 9), Version(2, 9), Version(2, 10)
     healing = heal(3, {0: old, 1: newest, 2: None, 3: newest, 4: branch}, least=branch)
     assert (healing.state, healing.holders, healing.lacking) == (newest, (1, 3), (0, 2, 4))
     with pytest.raises(NotLive, match="no member of generation 3 has a whole state"):
@@ -126,9 +127,9 @@ def test_the_newest_state_wins_and_its_holders_send_it():
 
 def test_a_job_begins_with_the_objects_of_its_first_replica():
     healing = heal(0, {0: None, 1: None}, least=None)
-    assert (healing.state, healing.holders, healing.lacking) == (Held(0, 0), (0,), (1,))
+    assert (healing.state, healing.holders, healing.lacking) == (Version(0, 0), (0,), (1,))
     with pytest.raises(NotLive):
-        heal(4, {0: None, 1: None}, least=Held(0, 0))
+        heal(4, {0: None, 1: None}, least=Version(0, 0))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,9 @@ def test_a_job_begins_with_the_objects_of_its_first_replica():
     [
         (lambda: job("a").remove("a"), "a, the last member of generation 0, left"),
         (
-            lambda: job("a").form(job("a").roster, Held(0, 0)).join(Member(name="b")).remove("a"),
+            lambda: (
+                job("a").form(job("a").roster, Version(0, 0)).join(Member(name="b")).remove("a")
+            ),
             "no member of generation 0 is left, and of those that have joined since .b. none",
         ),
         (lambda: job("a").check("two"), "began with authority two, and this is one"),
@@ -152,8 +155,8 @@ def test_decisions_for_a_thousand_members_are_small():
     began = time.process_time()
     for number in range(20):
         authority = authority.join(Member(name=f"n{number}")).remove(f"m{number}")
-        held = dict.fromkeys(range(1000), Held(0, 5)) | {7: None}
-        assert heal(1, held, Held(0, 5)).lacking == (7,)
+        held = dict.fromkeys(range(1000), Version(0, 5)) | {7: None}
+        assert heal(1, held, Version(0, 5)).lacking == (7,)
         assert not live.moves_on(1, 1)
     # 40 changes and 20 healings: seconds would stop a job for as long.
     assert time.process_time() - began < 2

@@ -8,7 +8,8 @@ all members of the generation in it, is complete. What follows from that:
 - When a group breaks, some members may have committed its last step, and others not: they are at
   most one step apart. The next generation continues with the newest state of its members.
 - A process that was taken for dead may have committed a step that the others have made again since.
-  Of two states of the same step, that of the later generation wins: see `Held`.
+  Of two states of the same step, that of the later generation wins: the generation of a `Version`
+  is the one that committed its last step, not that of the member now.
 - Every generation has a member of the last one that was formed. That member has left the older
   group, which can make no step without it: so two groups never both make steps.
 
@@ -21,23 +22,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from resilin.core.membership import Member, Roster, change
+from resilin.core.recovery import Version
 
 
 class NotLive(RuntimeError):
     """The job cannot continue with living processes: it must be restarted from what was kept."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Held:
-    """The state that a member has; of two, the greater one is the one to continue with."""
-
-    committed_in: int
-    """The generation that committed its last step, not that of the member now: a process that was
-    taken for dead may have committed the same step with another group."""
-    step: int
-    """Optimizer steps committed."""
-    epoch: int = 0
-    """Completed epochs."""
 
 
 # The authority ---------------------------------------------------------------------------------
@@ -62,7 +51,7 @@ class Authority:
     """Members that were asked to leave, and make steps until all members have seen that."""
     formed: Roster | None = None
     """The newest generation that was formed; None before the first one was."""
-    state: Held | None = None
+    state: Version | None = None
     """The state that it continued with. It is announced with each later generation."""
 
     @classmethod
@@ -111,7 +100,7 @@ class Authority:
             return self
         return self._next(change(self.roster))
 
-    def form(self, roster: Roster, state: Held) -> Authority:
+    def form(self, roster: Roster, state: Version) -> Authority:
         """Takes the report that all members of a generation have come to it.
 
         Whoever reports makes a step only if `formed` is that generation then. It is not if a later
@@ -218,7 +207,7 @@ def all_have_seen(votes: int, members: int) -> bool:
 class Healing:
     """The transfer of the state to those that lack it, in a generation that was just formed."""
 
-    state: Held
+    state: Version
     """The state that all members have afterwards."""
     holders: tuple[int, ...]
     """Replicas that have it, in order; each sends a share."""
@@ -226,7 +215,7 @@ class Healing:
     """Replicas that get it. They hold nothing until they have all of it: see `heal`."""
 
 
-def heal(generation: int, held: Mapping[int, Held | None], least: Held | None) -> Healing:
+def heal(generation: int, held: Mapping[int, Version | None], least: Version | None) -> Healing:
     """The healing of a generation, computed alike by all of its members.
 
     A member that begins to load a state loses its own. It holds nothing until it has all of it,
@@ -246,7 +235,7 @@ def heal(generation: int, held: Mapping[int, Held | None], least: Held | None) -
     """
     states = [state for state in held.values() if state is not None]
     if least is None and not states:
-        state, holders = Held(generation, 0), [min(held)]
+        state, holders = Version(generation, 0), [min(held)]
     elif not states or (least is not None and max(states) < least):
         raise NotLive(f"no member of generation {generation} has a whole state since {least}")
     else:

@@ -76,12 +76,7 @@ def seed() -> int | None:
     Raises:
         ValueError: It is not a whole number, 0 or above.
     """
-    text = os.environ.get(environment.SEED)
-    if not text:
-        return None
-    if not text.isdecimal():
-        raise ValueError(f"{environment.SEED} ({text!r}) must be a whole number, 0 or above")
-    return int(text)
+    return _whole(environment.SEED)
 
 
 def stop_at() -> int | None:
@@ -90,11 +85,16 @@ def stop_at() -> int | None:
     Raises:
         ValueError: It is not a whole number, 0 or above.
     """
-    text = os.environ.get(environment.STOP_AT)
+    return _whole(environment.STOP_AT)
+
+
+def _whole(name: str) -> int | None:
+    """The whole number in this variable, if it is set."""
+    text = os.environ.get(name)
     if not text:
         return None
     if not text.isdecimal():
-        raise ValueError(f"{environment.STOP_AT} ({text!r}) must be a whole number, 0 or above")
+        raise ValueError(f"{name} ({text!r}) must be a whole number, 0 or above")
     return int(text)
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import TensorDataset
 
 import resilin
 from resilin.core.rules import PowerRule
+from tests.training.sizing.noisy_data import noisy_data
 
 NUM = 1600
 POLICIES = {
@@ -25,11 +25,6 @@ POLICIES = {
 def main(directory: Path, policy: str, epochs: int) -> None:
     """Train until this epoch; replica 0 adds the sizes of its steps to a file."""
     resilin.init_process_group()
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(NUM, 10, generator=generator)
-    y = (x @ torch.randn(10, 4, generator=generator)).argmax(1)
-    wrong = torch.rand(NUM, generator=generator) < 0.2
-    y[wrong] = torch.randint(4, (int(wrong.sum()),), generator=generator)
     torch.manual_seed(0)
     net = torch.nn.Linear(10, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
@@ -37,7 +32,7 @@ def main(directory: Path, policy: str, epochs: int) -> None:
         net, optimizer, rule=PowerRule(1, momentum=True), stats_every=1
     )
     loader = resilin.AdaptiveDataLoader(
-        TensorDataset(x, y),
+        noisy_data(NUM),
         batch_size=8,
         shuffle=True,
         batch_weight=lambda batch: 5 * len(batch[0]),

@@ -14,6 +14,7 @@ import resilin
 from resilin.core.noise_cap import NoiseCap
 from resilin.core.rules import PowerRule, WeakEvidenceWarning
 from tests.replicas import gathered, num_replicas
+from tests.training.sizing.noisy_data import noisy_data
 
 NUM = 4000
 REFERENCE = 8
@@ -25,17 +26,12 @@ class Live:
 
     def __init__(self, offered, *, kept=False, make=torch.optim.SGD, rule=LINEAR, **loader):
         resilin.reset_job()
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(NUM, 10, generator=generator)
-        y = (x @ torch.randn(10, 4, generator=generator)).argmax(1)
-        wrong = torch.rand(NUM, generator=generator) < 0.2
-        y[wrong] = torch.randint(4, (int(wrong.sum()),), generator=generator)
         torch.manual_seed(0)
         net = torch.nn.Linear(10, 4)
         self.optimizer = make(net.parameters(), lr=0.001)
         self.model = resilin.AdaptiveDataParallel(net, self.optimizer, rule=rule, stats_every=1)
         self.loader = resilin.AdaptiveDataLoader(
-            TensorDataset(x, y), batch_size=REFERENCE, shuffle=True, noise_cap=True, **loader
+            noisy_data(NUM), batch_size=REFERENCE, shuffle=True, noise_cap=True, **loader
         )
         if offered is not None:
             self.loader.set_batch_size(offered)

@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 import resilin
 from resilin.core.events import DecisionEvent
 from tests.replicas import gathered, num_replicas, replica
+from tests.training.sizing.noisy_data import noisy_data
 
 NUM = 4000
 RAMP = (4, 8, 16, 4096)
@@ -21,11 +22,6 @@ class Live:
 
     def __init__(self, ramp=RAMP, *, rule="sqrt", kept=False, batch_weight=None, stats_every=1):
         resilin.reset_job()
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(NUM, 10, generator=generator)
-        y = (x @ torch.randn(10, 4, generator=generator)).argmax(1)
-        wrong = torch.rand(NUM, generator=generator) < 0.2
-        y[wrong] = torch.randint(4, (int(wrong.sum()),), generator=generator)
         torch.manual_seed(0)
         net = torch.nn.Linear(10, 4)
         self.optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
@@ -33,7 +29,7 @@ class Live:
             net, self.optimizer, rule=rule, stats_every=stats_every
         )
         self.loader = resilin.AdaptiveDataLoader(
-            TensorDataset(x, y), batch_size=8, shuffle=True, batch_weight=batch_weight
+            noisy_data(NUM), batch_size=8, shuffle=True, batch_weight=batch_weight
         )
         self.loader.set_batch_size(resilin.NoiseRamp(ramp))
         self.events = []
