@@ -13,6 +13,8 @@ before all hosts die, and a full disk. Afterwards the diaries of all replicas ar
 
     python benchmarks/chaos.py --check           # 100 faults, about half an hour
     python benchmarks/chaos.py --quick --check   # 8 faults, one of each kind
+
+With `--live`, live jobs are disturbed instead: see `chaos_live`.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import chaos_live
 import torch
 from chaos_job import CHECKPOINT_EVERY
 from harness import finish, parse_args
@@ -426,7 +429,10 @@ def schedule(
 
 
 def main() -> None:
-    args = parse_args(__doc__ or "")
+    args = parse_args(__doc__ or "", live="disturb live jobs")
+    if args.live:
+        chaos_live.main(quick=args.quick, check=args.check)
+        return
     num_faults = len(KINDS) if args.quick else 100
     dice = random.Random(0)
     folder = Path(tempfile.mkdtemp(prefix="resilin-chaos-"))

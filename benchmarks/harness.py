@@ -10,10 +10,19 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 
-def parse_args(description: str) -> argparse.Namespace:
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """A parser of the arguments that all benchmarks have."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="a smaller form, about a minute")
     parser.add_argument("--check", action="store_true", help="exit 1 if a figure misses its limit")
+    return parser
+
+
+def parse_args(description: str, **flags: str) -> argparse.Namespace:
+    """Reads the arguments that all benchmarks have, and the flags of one: their help by name."""
+    parser = make_parser(description)
+    for name, help in flags.items():
+        parser.add_argument(f"--{name}", action="store_true", help=help)
     return parser.parse_args()
 
 

@@ -1,6 +1,7 @@
 """Cost of the elastic step: processor time per optimizer step, over that of plain DDP.
 
-    python benchmarks/overhead.py [--quick] [--check] [--peers | --telemetry] [--minutes N]
+    python benchmarks/overhead.py [--quick] [--check] [--peers | --telemetry | --live | --fsdp]
+                                  [--minutes N]
 
 Models of 67k, 4M and 25M parameters and one of 64 layers, on 1 and 2 processes. A process has
 micro-batches of 64 samples; one process alone accumulates two of them, as it would have nothing to
@@ -23,7 +24,9 @@ control was not sharp (`ratios.py`).
 With `--peers`, FairScale's AdaScale and AdaptDL take turns too, if they are installed; on two
 processes, because nobody can tell AdaptDL to accumulate just two micro-batches on one. With
 `--telemetry` the equal contenders are resilin without an event log, beside one with it; the loss of
-each step is recorded by all of them.
+each step is recorded by all of them. With `--live` they are resilin as `resilin run` starts it,
+beside the same in a live job whose members stay. With `--fsdp` the model is sharded over two
+processes with `fully_shard`, and `plain` is plain FSDP2.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import argparse
 import os
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -39,7 +43,7 @@ from typing import Any
 import torch
 from contest import Contender, Outcome, contest
 from harness import finish
-from overhead_jobs import CONTENDERS, PEERS, TELEMETRY, Model
+from overhead_jobs import CONTENDERS, LIVE, PEERS, SHARDED, TELEMETRY, Model
 from ratios import Ratio, Verdict, verdict
 
 MODELS = {
@@ -57,13 +61,22 @@ LIMITS = {
     "67k_2proc_default": 1.15,
     "4M_1proc_over_bare": 1.05,
 }
+WITH_FSDP = [("4M", 2), ("25M", 2), ("deep", 2)]
+FSDP_LIMITS = {
+    f"{name}_{world}proc_{kind}": limit
+    for name, world in WITH_FSDP
+    for kind, limit in (("default", 1.03), ("every", 1.08))
+}
 TELEMETRY_LIMIT = 1.01
+LIVE_LIMIT = 1.02
 MINUTES = 60.0
 QUICK_MINUTES = 1.0
 
 
 def contenders_of(model: Model, world: int, args: argparse.Namespace) -> dict[str, Contender]:
-    makers = dict(TELEMETRY if args.telemetry else CONTENDERS)
+    chosen = TELEMETRY if args.telemetry else LIVE if args.live else CONTENDERS
+    makers = dict(SHARDED if args.fsdp else chosen)
+    model = replace(model, sharded=args.fsdp)
     if args.peers:
         makers.update(PEERS)
     if world > 1:
@@ -117,8 +130,12 @@ def main() -> None:
     others = parser.add_mutually_exclusive_group()
     others.add_argument("--peers", action="store_true", help="measure FairScale and AdaptDL, too")
     others.add_argument("--telemetry", action="store_true", help="measure what events cost")
+    others.add_argument("--live", action="store_true", help="measure live over restarting jobs")
+    others.add_argument("--fsdp", action="store_true", help="measure sharded models, over FSDP2")
     args = parser.parse_args()
-    chosen = QUICK if args.quick else WITH_PEERS if args.peers else ROWS
+    chosen = WITH_PEERS if args.peers else WITH_FSDP if args.fsdp else ROWS
+    if args.quick:
+        chosen = WITH_FSDP[:1] if args.fsdp else QUICK
     rows = {f"{name}_{world}proc": (name, world) for name, world in chosen}
     if args.rows:
         rows = {row: rows[row] for row in args.rows.split(",")}
@@ -126,21 +143,29 @@ def main() -> None:
     for name in [name for name in os.environ if name.startswith("RESILIN_")]:
         del os.environ[name]  # the contenders get their own
     torch.set_num_threads(1)
-    equal = ("without", "without_again") if args.telemetry else ("plain", "control")
+    name, equal = "overhead", ("plain", "control")
+    if args.telemetry:
+        name, equal = "telemetry", ("without", "without_again")
+    elif args.live:
+        name, equal = "overhead_live", ("restart", "restart_again")
+    elif args.fsdp:
+        name = "overhead_fsdp"
     figures: dict[str, Any] = {"torch": torch.__version__}
     if args.peers:
         figures["versions"] = {name: version_of(name) for name in PEERS}
     verdicts: dict[str, Verdict] = {}
     limits: dict[str, float] = {}
     deadline = time.monotonic() + 60 * minutes
-    for number, (row, (name, world)) in enumerate(rows.items()):
+    for number, (row, (model, world)) in enumerate(rows.items()):
         # What a row leaves over is for those after it.
         seconds = (deadline - time.monotonic()) / (len(rows) - number)
-        outcome = contest(contenders_of(MODELS[name], world, args), equal, world, seconds)
+        outcome = contest(contenders_of(MODELS[model], world, args), equal, world, seconds)
         figures.update(figures_of(row, outcome))
         for kind, ratio in ratios_of(outcome).items():
             key = f"{row}_{kind}"
-            limit = TELEMETRY_LIMIT if args.telemetry else LIMITS.get(key)
+            limit = (FSDP_LIMITS if args.fsdp else LIMITS).get(key)
+            if args.telemetry or args.live:
+                limit = LIVE_LIMIT if args.live else TELEMETRY_LIMIT
             if limit is not None:
                 limits[key] = limit
                 verdicts[key] = figures[f"{key}_verdict"] = verdict(ratio, limit, outcome.control)
@@ -151,7 +176,7 @@ def main() -> None:
             file=sys.stderr,
         )
     finish(
-        "telemetry" if args.telemetry else "overhead",
+        name,
         figures,
         limits,
         check=args.check,

@@ -12,15 +12,20 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import subprocess
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -43,6 +48,8 @@ class Model:
 
     width: int
     depth: int
+    sharded: bool = False
+    """Whether `fully_shard` divides it among the processes, in units of at most 8 layers."""
 
     @property
     def num_parameters(self) -> int:
@@ -56,6 +63,12 @@ class Model:
             for layer in (nn.Linear(self.width, self.width), nn.ReLU())
         )
         model = nn.Sequential(*layers, nn.Linear(self.width, 10))
+        if self.sharded:
+            # A few layers have a unit each, as the blocks of a large model have.
+            each = 2 * (8 if self.depth > 8 else 1)
+            for start in range(0, 2 * self.depth, each):
+                fully_shard(list(model[start : start + each]))
+            fully_shard(model)
         return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
@@ -122,6 +135,17 @@ def plain(model: Model) -> Steps:
     return synced(model, DistributedDataParallel(net, gradient_as_bucket_view=True), optimizer)
 
 
+def plain_sharded(model: Model) -> Steps:
+    """FSDP2 as its documentation has it."""
+    dist.init_process_group("gloo")
+    net, optimizer = model.make()
+    for x, y in stock_batches(model):
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
 def synced(model: Model, ddp: DistributedDataParallel, optimizer: Any) -> Steps:
     """Steps of a model in DDP that synchronises in the last micro-batch alone."""
     num = micro_batches(world_size())
@@ -164,6 +188,24 @@ def ours(
 def without_log(model: Model) -> Steps:
     os.environ[environment.RUN_DIR] = environment.OFF
     return ours(model, records=True)
+
+
+LAUNCHERS: list[subprocess.Popen[bytes]] = []
+"""The launcher of this process, if it is the first of a live job: it ends with this process."""
+
+
+def live(model: Model) -> Steps:
+    """The same as `ours` with the engine of `resilin run --live`, whose launcher does nothing."""
+    rank = int(os.environ["RANK"])
+    path = Path(os.environ[environment.RUN_DIR]).parent / "socket"
+    if rank == 0:
+        script = str(Path(__file__).with_name("overhead_launcher.py"))
+        command = [sys.executable, script, str(path), str(world_size()), str(os.getppid())]
+        LAUNCHERS.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+    while not path.exists():
+        time.sleep(0.05)
+    os.environ.update({environment.LIVE: str(path), environment.MEMBER: f"worker-{rank}"})
+    return ours(model)
 
 
 def fairscale(model: Model) -> Steps:
@@ -223,4 +265,11 @@ TELEMETRY: dict[str, Callable[[Model], Steps]] = {
     "without_again": without_log,
     "events": lambda model: ours(model, records=True),
 }
+SHARDED: dict[str, Callable[[Model], Steps]] = {
+    "plain": plain_sharded,
+    "control": plain_sharded,
+    "default": ours,
+    "every": lambda model: ours(model, 1),
+}
+LIVE: dict[str, Callable[[Model], Steps]] = {"restart": ours, "restart_again": ours, "live": live}
 PEERS: dict[str, Callable[[Model], Steps]] = {"fairscale": fairscale, "adaptdl": adaptdl}

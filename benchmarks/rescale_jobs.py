@@ -1,7 +1,9 @@
 """The two jobs that `rescale.py` disturbs: one with resilin, one a bare script under torchrun.
 
 Both train the same model on the same data, and write down when they have come how far. The time of
-the first line is taken before anything is imported that takes time.
+the first line is taken before anything is imported that takes time. A member of a live job also
+writes when it has noticed a change (`noticed`), when members have come together (`formed`), when
+all have the newest state (`healed`), and when its next step begins (`wrapped`).
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ def diary(folder: Path) -> Mark:
     """Lines that survive the process: each is one write to a file of this process alone."""
     name = folder / f"{time.time_ns()}-{os.getpid()}.jsonl"
     file = os.open(name, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    who = {"pid": os.getpid(), "host": int(os.environ[HOST]), "rank": int(os.environ["RANK"])}
+    who = {
+        "pid": os.getpid(),
+        "host": int(os.environ[HOST]),
+        "rank": int(os.environ.get("RANK", os.environ["LOCAL_RANK"])),
+    }
 
     def write(event: str, when: float | None = None, **facts: object) -> None:
         line = {"event": event, "time": when or time.time(), **who, **facts}
@@ -62,6 +68,36 @@ def make(size: str) -> tuple[nn.Module, Any, Tensor, Tensor]:
     return net, optimizer, torch.randn(NUM_SAMPLES, width), torch.randint(10, (NUM_SAMPLES,))
 
 
+def follow(engine: Any, mark: Mark) -> list[bool]:
+    """Write changes of members down, and keep in the list that one has happened."""
+    changed: list[bool] = []
+    if engine.changes is None:
+        return changed
+    begin, formed = engine.begin, engine.formed
+
+    def begin_marked(training: Any) -> None:
+        let_go, heal = training.let_go, training.heal
+
+        def let_go_marked() -> None:
+            mark("noticed")
+            let_go()
+
+        def heal_marked() -> Any:
+            mark("formed")
+            return heal()
+
+        training.let_go, training.heal = let_go_marked, heal_marked
+        begin(training)
+
+    def formed_marked(state: Any) -> None:
+        formed(state)
+        mark("healed")
+        changed.append(True)
+
+    engine.begin, engine.formed = begin_marked, formed_marked
+    return changed
+
+
 def ours(folder: Path, size: str, mark: Mark) -> None:
     from torch.nn import functional as F
     from torch.utils.data import TensorDataset
@@ -73,6 +109,7 @@ def ours(folder: Path, size: str, mark: Mark) -> None:
     mark("import")
     resilin.init_process_group("gloo")
     mark("group")
+    changed = follow(resilin.current_job().engine, mark)
     net, optimizer, inputs, targets = make(size)
     model = resilin.AdaptiveDataParallel(net, optimizer)
     loader = resilin.AdaptiveDataLoader(
@@ -84,6 +121,9 @@ def ours(folder: Path, size: str, mark: Mark) -> None:
     mark("restore")
     for _ in resilin.remaining_epochs_until(10**6):
         for x, y in loader:
+            if changed:
+                mark("wrapped")
+                changed.clear()
             step = model.clock.steps
             F.cross_entropy(model(x), y).backward()
             optimizer.step()

@@ -2,20 +2,27 @@
 
     python examples/language_model.py
     torchrun --nproc-per-node 2 examples/language_model.py
+    torchrun --nproc-per-node 4 examples/language_model.py --shard tp
 
 It learns to write lines of Python, byte by byte, from a source file of the standard library. Lines
 differ in length, so a batch counts by its real tokens and not by its padding. The recipe is made
 for a global batch of 16 lines. Half-way the batch grows to 64, and learning rate, betas, weight
-decay and schedule follow.
+decay and schedule follow. With `--shard` the model is divided among the processes, and nothing else
+changes: by FSDP, by HSDP (two copies), or with tensor parallelism in pairs of processes besides.
 """
 
+import argparse
 import dataclasses
 import math
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import random_split
 
@@ -70,6 +77,24 @@ class LanguageModel(nn.Module):
         return self.blocks(self.bytes(tokens) + self.places.weight[: tokens.shape[1]])
 
 
+def shard(model, how):
+    """Divides the parameters among all processes."""
+    num = dist.get_world_size()
+    if how == "fsdp":
+        mesh = init_device_mesh("cpu", (num,))
+    elif how == "hsdp":
+        mesh = init_device_mesh("cpu", (2, num // 2), mesh_dim_names=("copies", "data"))
+    else:
+        both = init_device_mesh("cpu", (num // 2, 2), mesh_dim_names=("data", "tensor"))
+        for block in model.blocks[:2]:
+            plan = {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}
+            parallelize_module(block, both["tensor"], plan)
+        mesh = both["data"]
+    for block in model.blocks[:2]:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
 def mean_loss(model, tokens, targets):
     # The mean over the micro-batch's own tokens; the loader says how many they are.
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=PAD)
@@ -88,10 +113,14 @@ def test(model, loader):
 
 
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shard", choices=("none", "fsdp", "hsdp", "tp"), default="none")
+    how = parser.parse_args().shard
+
     torch.set_num_threads(1)
     torch.manual_seed(0)
     resilin.init_process_group()
-    master = current_job().engine.membership.replica == 0
+    master = current_job().engine.membership.is_first
 
     train_set, test_set = random_split(lines(), [0.9, 0.1], torch.Generator().manual_seed(0))
     loader = resilin.AdaptiveDataLoader(
@@ -107,6 +136,8 @@ def main():
     loader.set_batch_size(lambda clock: 16 if clock.progress < total / 2 else 64)
 
     model = LanguageModel()
+    if how != "none":
+        shard(model, how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     # Warm-up and cosine, written per step of the reference batch. The clock of the rule steps
     # them, so that they end when training ends, whatever a step is worth.

@@ -13,6 +13,7 @@ in the store. Hypothesis has to be told to ``derandomize``: ranks have to draw t
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -53,6 +54,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     worlds = [item for item in session.items if world.world_of(item)]
     if session.config.option.collectonly:
         return
+    # A million objects that all tests have in common: none of them has to be looked at again.
+    gc.collect()
+    gc.freeze()
     if worlds:
         world.start_fork_server()
     if any("counted" in getattr(item, "fixturenames", ()) for item in session.items):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,3 +35,22 @@ def assert_identical(mine: Tensor) -> None:
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     assert all(torch.equal(everyone[0], other) for other in everyone)
+
+
+both_reducers = pytest.mark.parametrize("reducer", ["ddp", "buckets"], indirect=True)
+"""Runs a test with each class that reduces over several replicas."""
+
+
+def on_replicas(*sizes: int, buckets: Iterable[int] = (2, 3)) -> pytest.MarkDecorator:
+    """Runs a test with these numbers of replicas, as `world`, and with each class that reduces.
+
+    Args:
+        sizes: Numbers of replicas that go through DistributedDataParallel; 1 goes without.
+        buckets: Numbers of replicas that have buckets of their own.
+    """
+    asked = [(size, "ddp") for size in sizes] + [(size, "buckets") for size in buckets]
+    return pytest.mark.parametrize(
+        ("world", "reducer"),
+        [pytest.param(*one, marks=pytest.mark.world_size(one[0])) for one in asked],
+        indirect=["reducer"],
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -12,8 +13,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ramp_figures as ramp
+from benchmarks import rescale_figures as rescale
 from benchmarks.accuracy_figures import Config, Result, changes, summarise
 from benchmarks.accuracy_figures import verdict as accuracy_verdict
+from benchmarks.chaos_live_figures import (
+    both_commit,
+    footprint_of,
+    growth,
+    growth_of_launcher,
+    longest_wait,
+    made_again,
+    unequal,
+)
 from benchmarks.harness import finish
 from benchmarks.ratios import Ratio, is_sharp, median_ratio, verdict
 
@@ -236,3 +247,119 @@ def test_ramps_are_paired_by_seed_and_failures_are_counted() -> None:
     assert low < 0.4 < 0.5 < high
     assert (figures["doubling_never"], figures["ramp_never"]) == (0, 1)
     assert figures["ramp_steps_ratio"] == pytest.approx(0.6)
+
+
+# Live jobs under faults ----------------------------------------------------------------------
+
+
+def done(pid: int, step: int, generation: int = 0, **facts: object) -> dict[str, object]:
+    when = float(10 * generation + step)
+    common = {"event": "done", "time": when, "replicas": 2, "checksum": step}
+    return {**common, "pid": pid, "step": step, "generation": generation, **facts}
+
+
+def test_a_step_of_all_that_is_made_again_is_lost_and_one_of_some_is_not() -> None:
+    whole = [done(pid, step) for pid in (1, 2) for step in (1, 2)]
+    assert made_again(whole) == 0
+    # Process 2 died in step 3, which process 1 alone has completed, and makes again.
+    again = [*whole, done(1, 3), done(1, 3, 1, replicas=1)]
+    assert made_again(again) == 0
+    assert made_again([*again, done(1, 2, 1, replicas=1)]) == 1
+
+
+def test_replicas_are_compared_within_a_generation() -> None:
+    lines = [done(1, 1), done(2, 1), done(1, 2, checksum=7), done(3, 2, 1, checksum=8)]
+    assert unequal(lines) == 0
+    assert unequal([*lines, done(2, 2, checksum=9)]) == 1
+
+
+def test_a_wait_counts_without_the_time_to_notice_its_cause() -> None:
+    lines = [done(1, 1), done(1, 2), done(1, 3, 1), {"event": "built", "time": 0.0, "pid": 1}]
+    assert longest_wait(lines, []) == 11.0
+    assert longest_wait(lines, [(2.5, 4.0), (50.0, 9.0)]) == 7.0
+
+
+def test_growth_is_that_of_the_process_with_most_generations() -> None:
+    sizes = {"threads": 10, "descriptors": 30, "ports": 3}
+    lines = [done(1, g, g, memory=100 + g, **sizes) for g in range(10)]
+    lines += [done(2, g, g, memory=100 + 50 * g, **sizes) for g in range(4)]
+    lines += [done(1, 20 + g, 20 + g, replicas=9, memory=900, **sizes) for g in range(8)]
+    figures = growth(lines)  # type: ignore[arg-type]
+    grown = {"memory_growth_mb": 5, "thread_growth": 0, "descriptor_growth": 0, "port_growth": 0}
+    assert figures == {"generations": 18, **grown}
+    launcher = growth_of_launcher(
+        [{"pid": 1, "memory": 50, **sizes, "threads": n} for n in range(12)]
+        + [{"pid": 2, "memory": 500, **sizes, "threads": 50}] * 4
+    )
+    assert launcher["launcher_thread_growth"] == 7
+    assert launcher["launcher_port_growth"] == 0
+
+
+def test_two_groups_that_make_the_same_steps_are_found() -> None:
+    before = [done(pid, step) for pid in (1, 2, 3) for step in (1, 2)]
+    # Process 3 was cut off. It may have had the step that the others have not.
+    apart = [*before, done(3, 3), done(1, 3, 1), done(2, 3, 1)]
+    assert both_commit(apart) == 0
+    assert both_commit([*apart, done(3, 4)]) == 1
+    # Process 1 made a step that it had already.
+    assert both_commit([*apart, done(1, 3)]) == 1
+
+
+def test_the_footprint_of_a_process_has_its_ports() -> None:
+    before = footprint_of("self")
+    with socket.create_server(("127.0.0.1", 0)):
+        after = footprint_of("self")
+    assert after["ports"] == before["ports"] + 1
+    assert after["descriptors"] == before["descriptors"] + 1
+    assert min(after.values()) > 0
+
+
+# Changes of members --------------------------------------------------------------------------
+
+
+def mark(pid: int, event: str, when: float, **facts: object) -> dict[str, object]:
+    return {"pid": pid, "event": event, "time": when, **facts}
+
+
+def made(pid: int, *times: float, first: int = 1) -> list[dict[str, object]]:
+    return [mark(pid, "step", when, step=first + i) for i, when in enumerate(times)]
+
+
+def test_a_live_change_ends_with_the_slowest_of_those_that_stay() -> None:
+    lines = made(1, 1.0, 2.0, 3.0, 4.1, 6.0, 7.0, 8.0) + made(2, 1.0, 2.0, 3.0, 6.5, 7.0, 8.0)
+    # Process 1 has committed a step after the fault in the old generation: that is no recovery.
+    for pid, noticed in ((1, 4.2), (2, 4.5)):
+        lines += [mark(pid, "noticed", noticed), mark(pid, "formed", 4.6)]
+        lines += [mark(pid, "healed", 4.8), mark(pid, "wrapped", 5.0)]
+    lines.sort(key=lambda line: line["time"])  # type: ignore[arg-type, return-value]
+    assert rescale.has_continued(lines, 4.0, {1, 2})
+    change = rescale.continued(lines, 4.0, {1, 2})
+    assert change.seconds == pytest.approx(2.5)
+    assert change.phases == pytest.approx(
+        {"noticed": 0.5, "formed": 0.1, "healed": 0.2, "wrapped": 0.2, "step": 1.5}
+    )
+    assert change.wrapped == pytest.approx(0.5)
+    # Usual steps take 1 s; process 2 made none for 3.5 s.
+    assert (change.step_seconds, change.stall) == pytest.approx((1.0, 2.5))
+
+
+def test_a_live_change_is_not_over_before_all_have_made_steps() -> None:
+    lines = made(1, 1.0, 2.0, 6.0, 7.0, 8.0)
+    lines += [mark(1, "noticed", 4.0), mark(1, "wrapped", 5.0)]
+    assert rescale.has_continued(lines, 3.0, {1})
+    assert not rescale.has_continued(lines, 4.5, {1})
+    assert not rescale.has_continued(lines, 3.0, {1, 2})
+
+
+def test_a_restart_ends_with_the_slowest_new_process_and_counts_what_is_made_again() -> None:
+    lines = made(1, 1.0, 2.0, 3.0) + made(2, 1.0, 2.0, 3.0) + made(9, 0.5)
+    for pid, late in ((3, 0.0), (4, 0.5)):
+        events = ("launch", "import", "group", "build", "restore")
+        lines += [mark(pid, event, 5.0 + i + late) for i, event in enumerate(events)]
+        lines += made(pid, 10.0 + late, 11.0 + late, first=3)
+    change = rescale.restarted(lines, 3.5, known={1, 2, 9}, before={1, 2})
+    assert change.seconds == pytest.approx(7.0)
+    assert change.phases["launch"] == pytest.approx(2.0)
+    assert sum(change.phases.values()) == pytest.approx(change.seconds)
+    # Step 3 of both is made again; the gap is from 3.0 to 10.5, and a usual step takes 1 s.
+    assert (change.redone, change.stall) == (1, pytest.approx(6.5))

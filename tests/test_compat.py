@@ -23,6 +23,7 @@ from resilin.compat import (
     python_names,
     ray_names,
     torch_agent,
+    torch_fsdp,
     torch_names,
     transformers_names,
 )
@@ -41,6 +42,7 @@ PACKAGES = [
     keras_names.KERAS,
 ]
 NAMES = [name for package in PACKAGES for name in package.names]
+assert torch_fsdp.TORCH in PACKAGES
 
 
 @pytest.mark.parametrize("name", NAMES, ids=str)

@@ -24,7 +24,7 @@ def run(*args: object) -> str:
     # for all others.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
     command = [sys.executable, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -60,7 +60,7 @@ def test_the_demo_survives_what_it_does(tmp_path):
         [sys.executable, "-m", "resilin.cli", "demo"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr

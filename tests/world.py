@@ -320,6 +320,9 @@ def rank_main(
     _die_with_session()
     os.environ.clear()  # those of the fork server are old
     os.environ.update(environ)
+    # As in a script. Children of a fork server would have one of their own, and each worker of a
+    # DataLoader would import torch again.
+    multiprocessing.set_start_method(None, force=True)
     gc.freeze()  # pytest collects garbage often, and the preload is a second's worth of it
 
     import torch

@@ -13,7 +13,7 @@ def script(tmp_path_factory):
     path = tmp_path_factory.mktemp("completion") / "resilin.bash"
     command = [sys.executable, "-m", "resilin.cli", "completion", "bash"]
     with path.open("w") as file:
-        subprocess.run(command, stdout=file, timeout=100, check=True)
+        subprocess.run(command, stdout=file, timeout=240, check=True)
     return path
 
 

@@ -17,7 +17,7 @@ def options(tmp_path, url=None):
 def test_this_machine_can_run_jobs(tmp_path):
     command = [sys.executable, "-m", "resilin.cli", "doctor", "--json"]
     env = {**os.environ, "RESILIN_CHECKPOINT_DIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     findings = json.loads(done.stdout)
     assert [finding["check"] for finding in findings] == list(doctor.CHECKS)

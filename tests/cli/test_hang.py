@@ -56,7 +56,7 @@ def ends(agent):
 
 
 @linux
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_a_worker_that_hangs_is_named_and_the_job_goes_on(tmp_path, job):
     # In turn: one is stopped in a step, one hangs in its own code, one leaves.
     options = ["--nproc=2", "--warm", "--hang-timeout=4"]
@@ -80,18 +80,18 @@ def test_a_worker_that_hangs_is_named_and_the_job_goes_on(tmp_path, job):
     )
     # The stacks of both that could write them are there, with the line at fault.
     stacks = [file.read_text() for file in sorted((tmp_path / "run").glob("stacks-*.txt"))]
-    assert len(stacks) >= 2
-    assert "worker 1" not in stacks[0]
+    assert any("worker 1" not in each for each in stacks)
     line = next(n for n, text in enumerate(JOB.read_text().splitlines(), 1) if "it hangs" in text)
-    assert f'troubled_job.py", line {line} in trouble' in stacks[1]
-    assert "worker 1\n" in stacks[1]
+    hung = [each for each in stacks if f'troubled_job.py", line {line} in trouble' in each]
+    assert hung
+    assert "worker 1\n" in hung[0]
     faults = [event.kind for event in read_events(tmp_path / "run") if event.name == "fault"]
     assert faults.count("worker_hung") >= 2
     assert faults.count("worker_left") == 1
     assert not any((tmp_path / "memory").iterdir())
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_a_script_that_fails_at_one_step_is_given_up_by_name(job):
     code, output = ends(job("*3:fail:0", options=["--nproc=1", "--warm"]))
     assert code == 1, output
@@ -103,7 +103,7 @@ def test_a_script_that_fails_at_one_step_is_given_up_by_name(job):
 
 
 @linux
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_a_worker_that_hangs_on_another_agent_is_left_to_that_agent(job):
     options = ["--nnodes=2", "--rdzv-endpoint", free_endpoint(), "--hang-timeout=4", "--warm"]
     agents = [job("8:stop:1", options=options) for _ in range(2)]

@@ -110,6 +110,10 @@ input()
         ("node0:29400", "node0:29401", False),
         # Agents of one job on one machine; they may call the place by different names.
         ("node0:29400", "localhost:29400", True),
+        # Live jobs: the port is that of every etcd.
+        ("etcd://node0:2379", "etcd://node1:2379", False),
+        ("etcd://node0:2379", "node0:2379", False),
+        ("etcd://node0:2379", "etcd://node0:2379", True),
     ],
 )
 def test_two_jobs_of_one_id_do_not_share_it(tmp_path, first, second, same):

@@ -117,3 +117,57 @@ def test_whether_the_others_meet_here(endpoint, here):
 @pytest.mark.parametrize("every", ["500steps", "90s", "1.5h", "10min"])
 def test_intervals(every):
     assert parsed("--checkpoint-every", every).checkpoint_every == every
+
+
+def test_a_live_job_has_no_rendezvous_and_listens_on_loopback():
+    args = parsed("--live", "--nproc", "2")
+    assert args.live
+    assert args.heartbeat == options.HEARTBEAT
+    assert args.address is None
+    assert options.meeting(args) == "localhost:0"
+    assert parsed("--live", "--heartbeat", "0.5").heartbeat == 0.5
+    assert args.processes_per_copy == 1
+    assert parsed("--live", "--nproc=4", "--processes-per-copy", "2").processes_per_copy == 2
+
+
+def test_launchers_of_a_live_job_over_several_machines_have_its_id_in_common():
+    several = ["--live", "--membership", "etcd://a:2379,b:2379"]
+    assert parsed(*several).rdzv_id == "a-2379"
+    assert options.meeting(parsed(*several)) == "a:2379"
+    assert parsed(*several, "--rdzv-id", "seven").rdzv_id == "seven"
+    assert parsed(*several).lease == 3
+    # A worker's launcher counts its silence, and etcd that of a launcher: neither bounds the other.
+    assert parsed(*several, "--lease", "2.5", "--heartbeat", "9").lease == 2.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--live", "--nnodes=1:4"], "cannot be combined with --nnodes"),
+        (["--live", "--nnodes=1:4", "--rdzv-endpoint=a:1"], "--live has no rendezvous"),
+        (["--live", "--rdzv-backend=static"], "--rdzv-backend"),
+        (["--live", "--rdzv-conf=last_call_timeout=1"], "--rdzv-conf"),
+        (["--live", "--run-path"], "--run-path"),
+        (["--live", "--tee=3"], "--tee"),
+        (["--live", "--heartbeat=0"], "above 0"),
+        (["--live", "--heartbeat=soon"], "above 0"),
+        (["--live", "--membership=host:2379"], "etcd://HOST:PORT"),
+        (["--membership=etcd://a:1"], "--membership belongs to live jobs: it needs --live"),
+        (["--heartbeat=3"], "it needs --live"),
+        (["--address=10.0.0.1"], "it needs --live"),
+        (["--lease=3"], "it needs --live"),
+        (["--live", "--lease=3"], "needs --membership"),
+        (["--live", "--membership=etcd://a:1", "--lease=1.9"], r"\(1.9\) must be at least 2"),
+        (["--live", "--membership=etcd://a:1", "--lease=inf"], "above 0"),
+        (["--processes-per-copy=2"], "--processes-per-copy belongs to live jobs"),
+        (["--live", "--processes-per-copy=0"], r"\(0\) must be a whole number above 0"),
+        (["--live", "--nproc=4", "--processes-per-copy=3"], r"\(3\) must divide .* \(4\)"),
+        (
+            ["--live", "--nproc=4", "--processes-per-copy=2", "--membership=etcd://a:1"],
+            r"--processes-per-copy \(2\) cannot be combined with --membership",
+        ),
+    ],
+)
+def test_options_that_make_no_sense_with_or_without_live_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        parsed(*arguments)

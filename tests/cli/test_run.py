@@ -232,6 +232,27 @@ def test_a_signal_while_others_are_waited_for_ends_the_command(tmp_path, job):
     assert list((tmp_path / "memory").iterdir()) == []
 
 
+def test_a_signal_while_the_directory_is_made_leaves_none_behind(tmp_path):
+    code = """
+import os, signal, sys
+from resilin.cli import run
+
+class Interrupted(run.MemoryDirectory):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+run.MemoryDirectory = Interrupted
+sys.exit(run.main(sys.argv[1:]))
+"""
+    (tmp_path / "script.py").write_text("")
+    command = [sys.executable, "-c", code, "--memory-dir", tmp_path / "memory", "script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, cwd=tmp_path)
+    assert done.returncode == 143, done.stderr
+    assert "resilin: stopped by SIGTERM" in done.stderr + done.stdout
+    assert list((tmp_path / "memory").iterdir()) == []
+
+
 def test_a_machine_that_joins_later_makes_the_job_larger(tmp_path, job):
     code = """
 tell(f"start{env['WORLD_SIZE']}")

@@ -37,7 +37,7 @@ NEIGHBOUR = "import sys; was_there = 'torch' in sys.modules"
 def resilin_run(*arguments):
     command = [sys.executable, "-m", "resilin.cli", "run", "--warm", *map(str, arguments)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "RESILIN_MEMORY_DIR": "off"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
 
 
 def test_a_script_runs_as_by_itself(tmp_path):

@@ -1,17 +1,23 @@
-"""A small job that does to itself, in each life, what its command line says.
+"""A small job that does to itself, in one life after the other, what its command line says.
 
-`2:hang:1` is: at step 2 rank 1 hangs. The first argument is for the first life, and so on; a life
-without one goes on to the end.
+`2:hang:1` is: at step 2 rank 1 hangs. The first argument is for the first life, the next one for
+the first life after that has happened, and so on; a life without one goes on to the end. Each
+happens once, which a file in the working directory remembers; with a star before it, in each life.
 """
 
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
 import resilin
+
+
+def happened(number):
+    return Path(f"happened-{number}")
 
 
 def trouble(kind):
@@ -27,12 +33,10 @@ def trouble(kind):
 
 
 def main():
-    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    plans = sys.argv[1:]
-    plan = (
-        plans[min(life, len(plans) - 1)] if plans[-1].startswith("*") else (plans + [""] * 99)[life]
-    )
-    at, kind, rank = (plan.strip("*") or "0:none:0").split(":")
+    # Not by the number of the life: a busy machine may be taken for one that hangs.
+    plans = enumerate(sys.argv[1:])
+    number, plan = next((it for it in plans if not happened(it[0]).exists()), (0, "*0:none:0"))
+    at, kind, rank = plan.strip("*").split(":")
     torch.set_num_threads(1)
     resilin.init_process_group()
     net = torch.nn.Linear(1, 1)
@@ -46,18 +50,12 @@ def main():
     for _ in resilin.remaining_epochs_until(1):
         for (x,) in loader:
             if mine and model.clock.steps == int(at):
+                if not plan.startswith("*"):
+                    happened(number).touch()
                 trouble(kind)
             model(x).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        model.eval()
-        if mine and at == "-1":
-            trouble(kind)
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()
-        model.train()
-    if mine and at == "-2":
-        trouble(kind)
 
 
 if __name__ == "__main__":

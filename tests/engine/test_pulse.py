@@ -22,7 +22,7 @@ WORKER = {
 def run(tmp_path, code, **env):
     command = [sys.executable, "-c", code]
     env = {**os.environ, **WORKER, environment.PULSE_DIR: str(tmp_path), **env}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
 
 
 def test_a_job_shows_where_it_is(tmp_path):

@@ -8,7 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.checkpoint import checkpoint
@@ -91,6 +95,21 @@ def make_net(p: Program) -> Net:
     net = Net(p).double()
     freeze(p, net, 0)
     return net
+
+
+def shard(p: Program, net: Net) -> None:
+    """Shards the model over all processes, or over pairs of them."""
+    world = dist.get_world_size()
+    if p.hybrid and world % 2 == 0:
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (world,))
+    if p.shard != "root":
+        for layer in list(net.children()):
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+    if p.shard != "blocks":
+        fully_shard(net, mesh=mesh)
 
 
 def freeze(p: Program, net: Net, epoch: int) -> None:
@@ -262,8 +281,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return whole(value).clone()
     return value
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor, put together if it is sharded; all replicas have to ask."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def final_state(
@@ -278,7 +302,7 @@ def final_state(
 ) -> dict[str, Any]:
     """What must be the same in the script and in the oracle."""
     state: dict[str, Any] = {
-        "parameters": {name: q.detach().clone() for name, q in net.named_parameters()},
+        "parameters": {name: whole(q).clone() for name, q in net.named_parameters()},
         "optimizer": plain(optimizer.state_dict()),
         "history": list(history.values),
         "steps": steps,

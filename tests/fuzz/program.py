@@ -113,6 +113,11 @@ class Program:
     the second epoch begins)."""
     bucket_kb: float | None = None
     """Size of DDP's buckets; None leaves torch's."""
+    shard: str = "none"
+    """What `fully_shard` makes a unit of: `none` (it is not called), `root` (the model is one),
+    `layers` (each layer is one, and the rest), `blocks` (each layer is one, the rest is left)."""
+    hybrid: bool = False
+    """Whether pairs of replicas share a copy of the model, where their number is even (HSDP)."""
 
     optimizer: str = "sgd"
     """`sgd`, `momentum`, `nesterov`, `adam`, `adamw`."""
@@ -347,6 +352,22 @@ def generate(seed: int, *, max_world: int = 4, kills: bool = True) -> Case:
     return possible(case)
 
 
+def generate_sharded(seed: int) -> Case:
+    """The case of this seed with a model that is sharded."""
+    dice = random.Random(f"sharded {seed}")
+    case = generate(seed)
+    # Two units cannot share a parameter.
+    kinds = ("root",) if case.program.net == "tied" else ("root", "layers", "layers", "blocks")
+    shard, hybrid = dice.choice(kinds), dice.random() < 0.4
+    return possible(
+        dataclasses.replace(
+            case,
+            program=dataclasses.replace(case.program, shard=shard, hybrid=hybrid),
+            note="sharded",
+        )
+    )
+
+
 def generate_home(seed: int, family: str, *, max_world: int = 3) -> Case:
     """The case of this seed in a family of another framework."""
     dice = random.Random(f"{family} {seed}")
@@ -441,6 +462,14 @@ def possible(case: Case) -> Case:
             fixes["schedule"] = "epoch"
         fixes["net"] = "mlp" if p.net in ("sometimes", "compiled") else p.net
         fixes["clip"] = "fixed" if p.clip != "none" else "none"
+    if p.shard != "none":
+        # All passes are collective: each replica runs the same layers, and none ends in the middle.
+        fixes.update(scaler=False, bucket_kb=None)
+        fixes["bad"] = "none" if p.bad == "raise" else p.bad
+        if p.shard == "blocks" and p.frozen != "none":
+            # torch leaves a unit whole that has no backward pass and no unit around it.
+            fixes["shard"] = "layers"
+        fixes["net"] = "mlp" if p.net == "sometimes" else fixes.get("net", p.net)
     if p.closure and (p.scaler or p.bad != "none" or p.clip != "none" or p.zero_first):
         fixes["closure"] = False
     if p.dropout:

@@ -25,6 +25,8 @@ def write(p: Program) -> str:
     add('kill_point("setup")')
     add("dataset = parts.train_data(p)")
     add("net = parts.make_net(p)")
+    if p.shard != "none":
+        add("parts.shard(p, net)")
     add("optimizer = parts.make_optimizer(p, net)")
     add(f"scheduler = {'parts.make_scheduler(p, optimizer)' if p.scheduler != 'none' else None}")
     add(f"scaler = {'parts.make_scaler()' if p.scaler else None}")
@@ -66,7 +68,7 @@ def _wrap(p: Program) -> list[str]:
         arguments.append("scaler=scaler")
     if p.stats_every != "auto":
         arguments.append(f"stats_every={p.stats_every}")
-    if p.net in ("unused", "sometimes"):
+    if p.net in ("unused", "sometimes") and p.shard == "none":
         arguments.append("find_unused_parameters=True")
     if p.bucket_kb is not None:
         arguments.append(f"bucket_cap_mb={p.bucket_kb / 1024!r}")
@@ -113,7 +115,9 @@ def _evaluation(p: Program) -> list[str]:
     if p.evaluate == "plain":
         loader = "torch.utils.data.DataLoader(parts.test_data(p), batch_size=3)"
     else:
-        loader = "resilin.AdaptiveDataLoader(parts.test_data(p), batch_size=3)"
+        # The model is called by all replicas or by none if it is sharded.
+        size = 3 if p.shard == "none" else "parts.NUM_TEST"
+        loader = f"resilin.AdaptiveDataLoader(parts.test_data(p), batch_size={size})"
     lines = [
         f"test_loader = {loader}",
         "",

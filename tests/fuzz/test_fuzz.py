@@ -16,17 +16,25 @@ import resilin
 from tests.fuzz import driver
 from tests.fuzz.driver import difference
 from tests.fuzz.oracle import Oracle
-from tests.fuzz.program import HOOKS, PLACES, Case, Kill, Program, generate
+from tests.fuzz.program import HOOKS, PLACES, Case, Kill, Program, generate, generate_sharded
 from tests.fuzz.script import write
 from tests.fuzz.shrink import shrink, simpler
 
 
 def test_a_seed_is_always_the_same_case_and_survives_its_text_form():
-    for seed in range(200):
-        case = generate(seed)
-        assert case == generate(seed)
-        assert Case.from_json(case.to_json()) == case
-        compile(write(case.program), "script", "exec")
+    for make in (generate, generate_sharded):
+        for seed in range(200):
+            case = make(seed)
+            assert case == make(seed)
+            assert Case.from_json(case.to_json()) == case
+            compile(write(case.program), "script", "exec")
+
+
+def test_a_sharded_program_shards_its_model():
+    cases = [generate_sharded(seed) for seed in range(60)]
+    assert {case.program.shard for case in cases} == {"root", "layers", "blocks"}
+    assert all("parts.shard(p, net)" in write(case.program) for case in cases)
+    assert "parts.shard" not in write(Program())
 
 
 def test_every_place_to_be_killed_in_is_there():
@@ -104,11 +112,18 @@ def test_programs_under_kills_end_as_in_plain_pytorch(tmp_path, monkeypatch):
                 Kill(replica=0, at="line:training/state/memory.py", count=40),
             ),
         ),
+        Case(
+            program=Program(
+                net="mlp", shard="blocks", hybrid=True, optimizer="adamw", groups=2, ema=True
+            ),
+            worlds=(3, 2),
+            kills=(Kill(replica=1, at="stepped", count=4),),
+        ),
         Case(program=Program(), worlds=(2,), note="another program"),
     ]
     *outcomes, wrong = driver.run_cases(cases, tmp_path)
-    assert [(o.kind, o.detail) for o in outcomes] == [("same", "")] * 2
-    assert [o.kills for o in outcomes] == [0, 2]
+    assert [(o.kind, o.detail) for o in outcomes] == [("same", "")] * 3
+    assert [o.kills for o in outcomes] == [0, 2, 1]
     assert wrong.kind == "different"
     assert wrong.detail.startswith("parameters")
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader
 
@@ -185,6 +186,16 @@ def test_what_the_accelerator_is_told_and_cannot_be_honoured_is_refused():
     wrapped = nn.DataParallel(model)
     with pytest.raises(ValueError, match="the model is a DataParallel already"):
         prepare(accelerator, wrapped, optimizer, resilin.AdaptiveDataLoader(Numbers(), 8))
+
+
+@pytest.mark.world_size(1)
+def test_a_sharded_model_is_refused():
+    resilin.reset_job()
+    accelerator, model = Accelerator(cpu=True), Mean()
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with pytest.raises(ValueError, match=r"1 parameters are sharded \(\w+ is a DTensor\)"):
+        prepare(accelerator, model, optimizer, resilin.AdaptiveDataLoader(Numbers(), 8))
 
 
 def test_what_a_loop_does_to_resume_by_hand_is_refused(tmp_path):

@@ -635,7 +635,7 @@ def test_a_lost_worker_costs_no_sample(tmp_path):
     job = Path(__file__).with_name("lightning_job.py")
     command = [sys.executable, "-m", "resilin.cli", "run", "--nproc", "2", job, tmp_path]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "RESILIN_RUN_DIR": "off"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
     assert done.returncode == 0, done.stderr
     files = tmp_path.glob("*.jsonl")
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]

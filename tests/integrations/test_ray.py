@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -237,7 +238,11 @@ def test_a_step_that_lost_its_process_group_is_not_kept(
 
     with pytest.raises(RuntimeError, match="destroyed the process group of its 2 workers"):
         train()
-    assert MemoryCopies(tmp_path / "memory").versions()[0].step == last_kept
+    # The last copy may still be on its way: a thread writes it.
+    memory, deadline = MemoryCopies(tmp_path / "memory"), time.monotonic() + 30
+    while memory.versions()[0].step != last_kept and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert memory.versions()[0].step == last_kept
 
 
 def test_workers_without_a_process_group_are_refused(as_worker):

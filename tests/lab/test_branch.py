@@ -274,6 +274,7 @@ def test_a_directory_in_use_is_refused(tmp_path, pretend, capsys):
     assert "run directory 'out' is not empty" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_the_branch_that_runs(tmp_path, pretend):
     line = [sys.executable, "-m", "resilin.cli", "branch", "kept", *PLAIN, "--out=out"]
     process = subprocess.Popen([*line, "script.py", "sleep"], stderr=subprocess.PIPE, text=True)

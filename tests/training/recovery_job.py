@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -40,13 +42,22 @@ class Ema:
 class Job:
     """Everything that a script makes before its loop."""
 
-    def __init__(self, *, features: int = 4, num_samples: int = NUM_SAMPLES, **loader: object):
+    def __init__(
+        self,
+        *,
+        features: int = 4,
+        num_samples: int = NUM_SAMPLES,
+        sharded: bool = False,
+        **loader: object,
+    ):
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(num_samples, features, generator=generator, dtype=torch.float64)
         y = torch.randint(3, (num_samples,), generator=generator)
         dataset = TensorDataset(x, y, torch.arange(num_samples))
         torch.manual_seed(0)
         self.net = torch.nn.Linear(features, 3).double()
+        if sharded:
+            fully_shard(self.net)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [9, 13], gamma=0.5)
         self.model = resilin.AdaptiveDataParallel(
@@ -80,17 +91,21 @@ class Job:
                     stats["samples"] += len(indices)
                 if self.model.clock.steps > step:
                     self.scheduler.step()
-                    self.ema.update(self.net.weight[0, 0])
+                    self.ema.update(self.weight()[0, 0])
                     on_step(self)
             on_evaluation(self)
             self.evaluations.append(epoch)
             with stats.synchronized():
                 self.totals.append(stats["samples"])
 
+    def weight(self) -> torch.Tensor:
+        weight = self.net.weight.detach()
+        return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
     def result(self) -> dict:
         return {
             "steps": self.model.clock.steps,
-            "weight": self.net.weight.detach().flatten().tolist(),
+            "weight": self.weight().flatten().tolist(),
             "lr": self.optimizer.param_groups[0]["lr"],
             "ema": [self.ema.value.item(), self.ema.num],
             "totals": self.totals,
@@ -105,10 +120,11 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--long-evaluation", action="store_true")
     parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--sharded", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     resilin.init_process_group()
-    job = Job(num_workers=args.num_workers)
+    job = Job(num_workers=args.num_workers, sharded=args.sharded)
     resilin.checkpoint_to(args.folder / "checkpoints", every=None, memory_every=1)
     began = resilin.resume()
     engine = resilin.current_job().engine

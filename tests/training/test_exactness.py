@@ -15,14 +15,13 @@ from torch.utils.data import TensorDataset
 
 import resilin
 from resilin.core.stream import SampleStream
+from tests.replicas import both_reducers, on_replicas
 
 SIZES = (24, 7, 12, 5, 31, 3, 16, 9, 2, 40)
 STEPS = 50
 REFERENCE = 12
 
-worlds = pytest.mark.parametrize(
-    "world", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2, 3, 4)]
-)
+worlds = on_replicas(1, 2, 3, 4)
 
 
 class Net(nn.Module):
@@ -162,7 +161,7 @@ def compare(
 
 @worlds
 def test_mean_losses_float64(world):
-    compare(torch.float64, mean_loss, 1e-10)
+    compare(torch.float64, mean_loss, 1e-11)
 
 
 @worlds
@@ -174,22 +173,23 @@ def test_mean_losses_float32(world):
 @pytest.mark.parametrize("weigh", ["loader", "block"])
 def test_token_losses(world, weigh):
     # Some micro-batches have no token at all, and their loss is not a number.
-    compare(torch.float64, token_loss, 1e-10, weigh=weigh)
+    compare(torch.float64, token_loss, 1e-11, weigh=weigh)
 
 
 @worlds
 def test_clipping(world):
-    compare(torch.float64, mean_loss, 1e-10, clip=0.05)
+    compare(torch.float64, mean_loss, 1e-11, clip=0.05)
 
 
 @worlds
 def test_gradients_that_are_zeroed_in_place(world):
-    compare(torch.float64, mean_loss, 1e-10, set_to_none=False)
+    compare(torch.float64, mean_loss, 1e-11, set_to_none=False)
 
 
 @pytest.mark.world_size(2)
+@both_reducers
 def test_worker_processes():
-    compare(torch.float64, mean_loss, 1e-10, workers=2)
+    compare(torch.float64, mean_loss, 1e-11, workers=2)
 
 
 @worlds
@@ -216,7 +216,7 @@ def test_loss_scaling(world):
             whole.step()
             pairs = zip(model.module.parameters(), whole.model.parameters(), strict=True)
             for parameter, expected in pairs:
-                assert relative_error(parameter, expected) < 1e-10
+                assert relative_error(parameter, expected) < 1e-11
             if model.clock.steps >= STEPS:
                 break
     # It grew, once per so many steps and not per so many micro-batches.
@@ -224,6 +224,7 @@ def test_loss_scaling(world):
 
 
 @pytest.mark.world_size(2)
+@both_reducers
 def test_a_regulariser_outside_the_model_counts_once():
     # Its gradient does not pass through the model's output.
     data = make_data(torch.float64)
@@ -245,10 +246,11 @@ def test_a_regulariser_outside_the_model_counts_once():
     loss(expected, expected(x), y).backward()
     for a, b in zip(plain.parameters(), expected.parameters(), strict=True):
         if b.grad is not None:
-            assert relative_error(a.grad, b.grad) < 1e-10
+            assert relative_error(a.grad, b.grad) < 1e-11
 
 
 @pytest.mark.world_size(3)
+@both_reducers
 def test_fewer_samples_than_replicas():
     data = make_data(torch.float64)
     model, optimizer = make_model(torch.float64)

@@ -160,17 +160,6 @@ def test_an_optimizer_that_raises_keeps_its_own_values_and_commits_nothing():
     assert loader.state_dict()["cursor"] == 0
 
 
-@pytest.mark.world_size(2)
-def test_a_sharded_model_is_refused():
-    from torch.distributed.fsdp import fully_shard
-
-    sharded = net()
-    fully_shard(sharded)
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"sharded \(\S+ is a DTensor\): models under fully_shard"):
-        resilin.AdaptiveDataParallel(sharded, optimizer)
-
-
 def test_a_parameter_group_that_comes_too_late_is_refused():
     model, optimizer = make(rule="linear")
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})

@@ -15,7 +15,7 @@ from tests.training.recovery_job import NUM_SAMPLES
 
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("recovery_job.py")
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 # The path of the tests stays: workers must train with the resilin that is tested.
 PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
@@ -95,9 +95,13 @@ def assert_same(result, expected):
     assert set(result["totals"]) == {NUM_SAMPLES}
 
 
-@pytest.mark.parametrize("warm", [False, True])
-def test_a_killed_worker_costs_no_completed_step(tmp_path, expected, warm):
-    with agent(tmp_path, "--pause", "0.1", warm=warm) as process:
+@pytest.mark.parametrize(
+    ("warm", "options"),
+    [(False, []), (True, []), (True, ["--sharded"])],
+    ids=["cold", "warm", "sharded"],
+)
+def test_a_killed_worker_costs_no_completed_step(tmp_path, expected, warm, options):
+    with agent(tmp_path, "--pause", "0.1", *options, warm=warm) as process:
         wait_for(lambda: step_of(tmp_path) >= 9, tmp_path)
         done = step_of(tmp_path, replica=1)
         kill(note(tmp_path, 0, 1)["pid"], signal.SIGKILL)

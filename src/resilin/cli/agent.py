@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,15 +28,12 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from resilin.cli.errors import say
+from resilin.cli.faults import count, ending, host, record
 from resilin.cli.hang import Local, Watchdog
 from resilin.compat.torch_agent import WrappedAgent, rendezvous_members
-from resilin.core.events import FaultEvent
 from resilin.core.lives import Lives
-from resilin.engine import environment
 from resilin.engine.processes import process_gone, process_start
 from resilin.engine.stop import RESTART
-from resilin.telemetry.log import EventLog
-from resilin.telemetry.read import last_event
 
 STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit codes of a worker that was asked to stop, without and with its own signal handler."""
@@ -89,7 +85,7 @@ class ReportingAgent(WrappedAgent):
         """Run until the job is over, and report how it ended."""
         spec = self.spec
         say(
-            f"agent {os.getpid()} on {_host()} starts {_count(spec.local_world_size, 'worker')} "
+            f"agent {os.getpid()} on {host()} starts {count(spec.local_world_size, 'worker')} "
             f"of job {spec.rdzv_handler.get_run_id()}"
         )
         result: RunResult | None = super().run(*args, **kwargs)
@@ -108,7 +104,7 @@ class ReportingAgent(WrappedAgent):
         max_restarts = self.spec.max_restarts
         restarts = max_restarts - self.remaining_restarts
         if not result.is_failed():
-            say(f"finished after {_count(restarts, 'restart')}" if restarts else "finished")
+            say(f"finished after {count(restarts, 'restart')}" if restarts else "finished")
         elif self._bound_fruitless and self._lives.hopeless:
             best = self._lives.best
             made = "a step" if best is None else f"a new step after step {best}"
@@ -118,7 +114,7 @@ class ReportingAgent(WrappedAgent):
                 "restart them N times)"
             )
         else:
-            say(f"gave up after {_count(restarts, 'restart')} (--max-restarts {max_restarts})")
+            say(f"gave up after {count(restarts, 'restart')} (--max-restarts {max_restarts})")
 
     def around_rendezvous(self, stock: Callable[..., None], group: WorkerGroup) -> None:
         """Run the rendezvous, and repeat it if an agent leaves before it is complete."""
@@ -135,7 +131,7 @@ class ReportingAgent(WrappedAgent):
         """Assign ranks, and report machines that have joined or left."""
         # No agent gets its ranks before all have reached the store, so everything written before
         # this point is visible to all of them afterwards.
-        store.set(f"resilin/machine/{rank}", _host())
+        store.set(f"resilin/machine/{rank}", host())
         workers = stock(store, rank, size, spec)
         keys = [f"resilin/machine/{other}" for other in range(size)]
         # Agents of a plain torchrun write no name.
@@ -153,28 +149,8 @@ class ReportingAgent(WrappedAgent):
                     # Two agents on one machine share its name.
                     say(f"{name} {'joined' if change > 0 else 'left'}")
                 if change < 0 and records:  # all agents see it, one records it
-                    self._record("machine_left", f"{name} left")
+                    record("machine_left", f"{name} left")
         self._machines = now
-
-    def _record(self, kind: str, detail: str, replica: int | None = None) -> None:
-        """Write a fault to the event log of the run, if there is one."""
-        directory = os.environ.get(environment.RUN_DIR, environment.OFF)
-        if directory == environment.OFF:
-            return
-        # The agent does not train: it takes step and generation from the latest event of a worker.
-        last = last_event(directory)
-        log = EventLog(directory, f"agent-{_host()}-{os.getpid()}")
-        log.write(
-            FaultEvent(
-                time=time.time(),
-                step=0 if last is None else last.step,
-                generation=0 if last is None else last.generation,
-                kind=kind,
-                detail=detail,
-                replica=replica,
-            )
-        )
-        log.close()
 
     def around_start(
         self, stock: Callable[..., dict[int, Any]], group: WorkerGroup
@@ -193,9 +169,9 @@ class ReportingAgent(WrappedAgent):
             group.workers[0].world_size,
         )
         ranks = [worker.global_rank for worker in group.workers]
-        agents = _count(group.group_world_size or 1, "agent")
+        agents = count(group.group_world_size or 1, "agent")
         here = f"worker {ranks[0]} runs" if len(ranks) == 1 else _range(ranks) + " run"
-        say(f"{_count(group.workers[0].world_size, 'worker')} on {agents}; {here} here")
+        say(f"{count(group.workers[0].world_size, 'worker')} on {agents}; {here} here")
         return pids
 
     def around_monitor(self, stock: Callable[..., RunResult], group: WorkerGroup) -> RunResult:
@@ -222,14 +198,16 @@ class ReportingAgent(WrappedAgent):
             say(f"workers stopped responding after {lifetime:.1f} s")
             self._last_failure = "workers stopped responding"
         for rank, failure in failures[:MAX_LINES]:
-            say(f"worker {rank} {_ending(failure)} after {lifetime:.1f} s")
+            how = f"worker {rank} {ending(failure.pid, failure.exitcode)}"
+            say(f"{how} after {lifetime:.1f} s")
             if failure.exitcode != RESTART:
-                self._record("worker_lost", f"worker {rank} {_ending(failure)}", rank)
+                record("worker_lost", how, rank)
         if len(failures) > MAX_LINES:
             say(f"and {len(failures) - MAX_LINES} more")
         for rank, failure in failures[:1]:
             error = self._watchdog.error(rank)
-            self._last_failure = f"worker {rank} {_ending(failure)}" + (f": {error}" * bool(error))
+            how = f"worker {rank} {ending(failure.pid, failure.exitcode)}"
+            self._last_failure = how + f": {error}" * bool(error)
         if not any(failure.exitcode == RESTART for _, failure in failures):
             self._lives = self._lives.after(self._watchdog.life(lifetime))
         if self._bound_fruitless and self._lives.hopeless:
@@ -243,7 +221,7 @@ class ReportingAgent(WrappedAgent):
         found, workers = held_up
         for worker in workers:
             detail = f"worker {worker.rank} made no progress for {found.quiet:.0f} s"
-            self._record("worker_hung", detail, worker.rank)
+            record("worker_hung", detail, worker.rank)
         ranks = ", ".join(str(worker.rank) for worker in workers)
         which = f"worker {ranks}" if len(workers) == 1 else f"workers {ranks}"
         say(f"killing {which} to restart all workers")
@@ -273,7 +251,7 @@ class ReportingAgent(WrappedAgent):
                 f"{text}, while other workers were still running: the script ended early on "
                 f"rank {rank}"
             )
-            self._record("worker_left", text, rank)
+            record("worker_left", text, rank)
 
     def _misses_an_agent(self, group: WorkerGroup) -> bool:
         """Whether an agent left this generation while it was forming, and none waits to join.
@@ -311,29 +289,11 @@ class _Left:
     """Whether it was reported."""
 
 
-def _host() -> str:
-    return socket.gethostname()
-
-
 def _range(ranks: list[int]) -> str:
     return f"workers {ranks[0]}-{ranks[-1]}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _causes(failures: dict[int, ProcessFailure]) -> list[tuple[int, ProcessFailure]]:
     """The failures in order of time, without workers that the agent itself stopped."""
     by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
     return [item for item in by_time if item[1].exitcode not in STOPPED] or by_time
-
-
-def _ending(failure: ProcessFailure) -> str:
-    if failure.exitcode == RESTART:
-        how = f"asked for a restart (code {RESTART})"
-    elif failure.exitcode < 0:
-        how = f"was killed by {failure.signal_name()}"
-    else:
-        how = f"exited with code {failure.exitcode}"
-    return f"(process {failure.pid}) {how}"

@@ -2,7 +2,8 @@
 
 It is an ordinary script, on generated data. At step `--kill-at` the last replica kills itself, as
 if its machine had been taken away. The workers are restarted and resume after the last step that
-all of them had completed, from the copy in the memory of the machine.
+all of them had completed, from the copy in the memory of the machine. With `resilin run --live` the
+others continue, and a new worker joins them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 
 import torch
 from torch.nn import functional as F
@@ -24,7 +26,8 @@ def main() -> None:
     """Train with any number of processes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kill-at", type=int, default=None, metavar="STEP")
-    kill_at = parser.parse_args().kill_at
+    parser.add_argument("--pause", type=float, default=0.0, metavar="SECONDS")
+    args = parser.parse_args()
 
     torch.manual_seed(0)
     targets = torch.arange(SAMPLES) % CLASSES
@@ -53,7 +56,8 @@ def main() -> None:
             resilin.record(loss=loss)
             stats["samples"] += loader.current_samples
             stats["correct"] += (output.argmax(1) == y).sum().item()
-            if began is None and last and model.clock.steps == kill_at:
+            time.sleep(args.pause)
+            if began is None and last and model.clock.steps == args.kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
         with stats.synchronized():
             samples, accuracy = stats["samples"], stats["correct"] / stats["samples"]

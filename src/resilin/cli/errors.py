@@ -23,6 +23,14 @@ DEEPEST = 40
 """Largest indentation that a printed line keeps, in spaces."""
 
 
+class GaveUp(Exception):
+    """The job failed; the message is a sentence for its user."""
+
+
+class ScriptNotLive(Exception):
+    """The script cannot be live; the message is the reason."""
+
+
 def say(message: str) -> None:
     """Print one line on standard error, with control characters removed from the message.
 

@@ -70,20 +70,31 @@ class Watchdog:
         self._looked = 0.0
         self._said_elsewhere = False
 
-    def forget(self) -> None:
-        """Remove the published state of the previous workers before new ones start."""
+    def forget(self, local_rank: int | None = None) -> None:
+        """Remove the published state of the previous workers before new ones start.
+
+        Args:
+            local_rank: The only worker that is started; None for all of them.
+        """
         if self._directory is not None:
             for file in self._directory.iterdir():
-                file.unlink()
+                if local_rank is None or file.name.rpartition("-")[2] == str(local_rank):
+                    file.unlink()
 
     def begin(self, workers: Sequence[Local], num_replicas: int) -> None:
         """Watch these workers from now on, out of `num_replicas` in the job."""
         self._workers, self._num_replicas = workers, num_replicas
         self._seen, self._looked, self._said_elsewhere = Seen(), self._clock(), False
 
-    def life(self, seconds: float) -> Life:
-        """Progress of the workers since they were started; called after they have ended."""
-        shown = [shown for worker in self._workers if (shown := self._read(worker)) is not None]
+    def life(self, seconds: float, workers: Sequence[Local] | None = None) -> Life:
+        """Progress of the workers since they were started; called after they have ended.
+
+        Args:
+            seconds: How long they lived.
+            workers: The workers; None for those that are watched.
+        """
+        those = self._workers if workers is None else workers
+        shown = [shown for worker in those if (shown := self._read(worker)) is not None]
         shows = self._directory is not None and any(self._directory.iterdir())
         began = [each.began for each in shown if each.began is not None]
         if not began:
@@ -101,15 +112,24 @@ class Watchdog:
             and shown.phase is not Phase.DONE
         ]
 
+    def is_exiting(self, worker: Local) -> bool:
+        """Whether the script of this process has ended, in whatever way."""
+        shown = self._read(worker)
+        return shown is not None and shown.left and shown.pid == worker.pid
+
     def error(self, rank: int) -> str:
         """The error that a worker wrote before it failed; empty if it wrote none."""
-        if self._directory is None:
-            return ""
         for worker in self._workers:
             if worker.rank == rank:
-                path = pulse.error_path(self._directory, worker.local_rank)
-                with contextlib.suppress(OSError):
-                    return path.read_text(errors="replace")
+                return self.error_of(worker)
+        return ""
+
+    def error_of(self, worker: Local) -> str:
+        """The error that a worker wrote, whether it is watched or not; empty if it wrote none."""
+        if self._directory is not None:
+            path = pulse.error_path(self._directory, worker.local_rank)
+            with contextlib.suppress(OSError):
+                return path.read_text(errors="replace")
         return ""
 
     def look(self) -> tuple[Hang, list[Local]] | None:
@@ -207,7 +227,7 @@ def _sign(worker: Local, shown: Shown) -> Sign:
         alive=shown.alive,
         evaluating=shown.evaluating,
         stopped=_is_stopped(shown.pid),
-        debugged=shown.debugged or _is_traced(shown.pid),
+        debugged=shown.debugged or is_traced(shown.pid),
     )
 
 
@@ -241,7 +261,8 @@ def _is_stopped(pid: int) -> bool:
     return _status(pid, "State").startswith("T")
 
 
-def _is_traced(pid: int) -> bool:
+def is_traced(pid: int) -> bool:
+    """Whether a debugger is attached to a process."""
     return _status(pid, "State").startswith("t") or _status(pid, "TracerPid") not in {"", "0"}
 
 

@@ -6,7 +6,8 @@ process, however that ends: a directory that can be locked exclusively belongs t
 process ids to compare or files to clean up.
 
 Agents of one job share the directory; two jobs with the same id must not. They are distinguished by
-their rendezvous endpoint, which each agent writes to a file beside the state.
+their rendezvous endpoint, or the etcd of a live job, which each agent writes to a file beside the
+state.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from resilin.engine.processes import process_gone, process_start
 
 _AGENT = "agent-"
 """Prefix of the files in which agents write their rendezvous endpoint."""
+_ETCD = "://"
+"""Part of the endpoints of live jobs over several machines, and of no other."""
 
 
 class MemoryDirectory:
@@ -32,8 +35,9 @@ class MemoryDirectory:
     Args:
         parent: Directory in which it is created.
         run_id: Id of the job; several agents of one job on a machine share the directory.
-        meeting: Rendezvous endpoint of the job, as `host:port`. With port 0 no other agent can
-            know it, so the job has only this agent.
+        meeting: Rendezvous endpoint of the job, as `host:port`, or the etcd of a live job, as
+            `etcd://host:port`. With port 0 no other agent can know it, so the job has only this
+            agent.
 
     Raises:
         ValueError: The id cannot name a directory, or a job with this id and another rendezvous
@@ -117,12 +121,20 @@ class MemoryDirectory:
 
 
 def _same_place(one: str, other: str) -> bool:
-    """Whether two endpoints are the same, by port: a host may have several names."""
+    """Whether two endpoints are the same.
+
+    Those of a rendezvous are compared by port: a host may have several names. All etcds have the
+    same port, as a rule; there the names must be equal.
+    """
+    if _ETCD in one + other:
+        return one == other
     ports = {place.rpartition(":")[2] for place in (one, other)}
     return len(ports) == 1 and ports != {"0"}
 
 
 def _named(place: str) -> str:
+    if _ETCD in place:
+        return f"--membership {place}"
     return "a private rendezvous" if place.endswith(":0") else f"rendezvous endpoint {place}"
 
 

@@ -7,10 +7,12 @@ So every option of the installed torch works. An environment variable of torchru
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import signal
 import uuid
+from collections.abc import Callable
 
 import torch
 import torch.distributed.run as torchrun
@@ -35,6 +37,19 @@ HANG_TIMEOUT = 600
 three times that."""
 SHUTDOWN_TIMEOUT = 30
 """Seconds that workers have to save their state before they are killed."""
+HEARTBEAT = 5.0
+"""Default time without a sign of life after which a worker of a live job is killed, in seconds. A
+worker sends one every 0.25 s, from a thread that may wait while native code holds Python's lock."""
+LEASE = 3.0
+"""Seconds after which the workers of a launcher that is lost are removed from a live job."""
+SHORTEST_LEASE = 2.0
+"""Shortest lease that etcd grants, in seconds."""
+LOOPBACK = "127.0.0.1"
+"""Default address on which workers of a live job listen."""
+LIVE_OPTIONS = ("heartbeat", "membership", "lease", "address", "processes_per_copy")
+"""Options that only live jobs have."""
+RENDEZVOUS_OPTIONS = ("nnodes", "rdzv_endpoint", "rdzv_conf", "node_rank", "local_addr")
+"""Options of torchrun that live jobs do not have."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -97,6 +112,7 @@ def parser() -> argparse.ArgumentParser:
         f"is {PATIENCE:g} times as long; it also grows with the duration of steps. Default: "
         f"${environment.HANG_TIMEOUT}, or {HANG_TIMEOUT}.",
     )
+    _add_live(group.add_argument)
     defaults = {
         "nproc_per_node": "auto" if torch.accelerator.is_available() else "1",
         "nnodes": None,
@@ -110,6 +126,45 @@ def parser() -> argparse.ArgumentParser:
     asked = {name for name in defaults if f"PET_{name.upper()}" in os.environ}
     ours.set_defaults(**{name: defaults[name] for name in defaults.keys() - asked})
     return ours
+
+
+def _add_live(add: Callable[..., argparse.Action]) -> None:
+    """Add the options of jobs whose workers keep running when others come and go."""
+    add(
+        "--live",
+        action="store_true",
+        help="Workers keep running when others are lost or join: only the lost ones are replaced.",
+    )
+    add(
+        "--heartbeat",
+        metavar="SECONDS",
+        help="With --live: time without a sign of life after which a worker counts as frozen, and "
+        f"is killed and replaced. Default: {HEARTBEAT:g}.",
+    )
+    add(
+        "--membership",
+        metavar="URL",
+        help="With --live: where the machines of a job agree on its members, such as "
+        "etcd://host:2379. Default: this machine alone.",
+    )
+    add(
+        "--lease",
+        metavar="SECONDS",
+        help="With --membership: time without a sign of a launcher after which its workers are "
+        f"removed from the job. Default: {LEASE:g}.",
+    )
+    add(
+        "--address",
+        metavar="ADDRESS",
+        help="With --live: address of this machine on which its workers listen. Default: "
+        f"{LOOPBACK}, which other machines cannot reach.",
+    )
+    add(
+        "--processes-per-copy",
+        metavar="N",
+        help="With --live: workers over which each copy of a model is sharded, under HSDP. They "
+        "are lost and replaced together. Default: 1.",
+    )
 
 
 def complete(args: argparse.Namespace) -> None:
@@ -134,6 +189,11 @@ def complete(args: argparse.Namespace) -> None:
             f"--standalone is a job on this machine alone: it cannot be combined with "
             f"--rdzv-endpoint ({args.rdzv_endpoint})"
         )
+    if args.live:
+        _complete_live(args)
+    elif given := [name for name in LIVE_OPTIONS if getattr(args, name) is not None]:
+        option = given[0].replace("_", "-")
+        raise ValueError(f"--{option} belongs to live jobs: it needs --live")
     args.standalone = False  # a job without an endpoint is standalone, except for the id
     if args.rdzv_backend == "c10d":
         if args.rdzv_endpoint:
@@ -158,6 +218,72 @@ def complete(args: argparse.Namespace) -> None:
     args.rdzv_id = args.rdzv_id or uuid.uuid4().hex[:12]
 
 
+def _complete_live(args: argparse.Namespace) -> None:
+    """Fill in the options of a live job, which has no rendezvous."""
+    for name in RENDEZVOUS_OPTIONS:
+        if value := getattr(args, name):
+            raise ValueError(
+                f"--live has no rendezvous: it cannot be combined with "
+                f"--{name.replace('_', '-')} ({value}); several machines need --membership"
+            )
+    if args.rdzv_backend != "c10d":
+        raise ValueError(
+            f"--live has no rendezvous: it cannot be combined with --rdzv-backend "
+            f"({args.rdzv_backend}); several machines need --membership"
+        )
+    if args.run_path:
+        raise ValueError("--live cannot be combined with --run-path")
+    if args.redirects != "0" or args.tee != "0" or args.log_dir is not None:
+        raise ValueError(
+            "--live leaves the output of workers alone: it cannot be combined with --redirects, "
+            "--tee or --log-dir"
+        )
+    args.heartbeat = _seconds("--heartbeat", args.heartbeat, HEARTBEAT)
+    args.processes_per_copy = _processes_per_copy(args)
+    if args.membership is None:
+        if args.lease is not None:
+            raise ValueError(
+                f"--lease ({args.lease}) is about other machines: it needs --membership"
+            )
+        return
+    args.lease = _seconds("--lease", args.lease, LEASE)
+    if args.lease < SHORTEST_LEASE:
+        raise ValueError(
+            f"--lease ({args.lease:g}) must be at least {SHORTEST_LEASE:g} seconds, the shortest "
+            "lease that etcd grants"
+        )
+    if not re.fullmatch(r"etcd(s)?://.+", args.membership):
+        raise ValueError(f"--membership ({args.membership}) must be a URL etcd://HOST:PORT")
+    # The same on all machines, and different for another job.
+    args.rdzv_id = args.rdzv_id or re.sub(r"[^\w.-]", "-", meeting(args))
+
+
+def _processes_per_copy(args: argparse.Namespace) -> int:
+    text = "1" if args.processes_per_copy is None else args.processes_per_copy
+    if not text.isdigit() or text == "0":
+        raise ValueError(f"--processes-per-copy ({text}) must be a whole number above 0")
+    size, workers = int(text), torchrun.determine_local_world_size(args.nproc_per_node)
+    if workers % size:
+        raise ValueError(
+            f"--processes-per-copy ({size}) must divide the number of workers, --nproc-per-node "
+            f"({workers})"
+        )
+    if size > 1 and args.membership is not None:
+        raise ValueError(
+            f"--processes-per-copy ({size}) cannot be combined with --membership "
+            f"({args.membership}): copies of a sharded model are replaced on one machine only"
+        )
+    return size
+
+
+def meeting(args: argparse.Namespace) -> str:
+    """The meeting place of the job's machines, as `host:port`; port 0 if there is one machine."""
+    if args.membership is None:
+        return str(args.rdzv_endpoint)
+    place: str = args.membership.partition("://")[2].rpartition("@")[2]
+    return place.partition("/")[0].partition(",")[0]
+
+
 def hang_timeout(args: argparse.Namespace) -> float:
     """Seconds without progress in a step after which a job counts as hung; may be infinite.
 
@@ -176,6 +302,18 @@ def _hang_timeout(name: str, text: str) -> float:
         return environment.parse_hang_timeout(text)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def _seconds(name: str, text: str | None, default: float) -> float:
+    if text is None:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name} ({text}) must be a number of seconds above 0")
+    return seconds
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -16,7 +16,8 @@ import signal
 import socket
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -33,10 +34,10 @@ from torch.distributed.elastic.rendezvous import (
 
 from resilin.cli import preflight, warm
 from resilin.cli.agent import ReportingAgent
-from resilin.cli.errors import say, told
+from resilin.cli.errors import GaveUp, ScriptNotLive, say, told
 from resilin.cli.hang import Watchdog
 from resilin.cli.memory import MemoryDirectory
-from resilin.cli.options import complete, hang_timeout, parser, stop_signals
+from resilin.cli.options import complete, hang_timeout, meeting, parser, stop_signals
 from resilin.compat.torch_agent import use_agent
 from resilin.engine import environment
 
@@ -73,34 +74,23 @@ def main(arguments: Sequence[str]) -> int:
     for number in stop_signals():
         # torch installs its handlers with the first workers; the rendezvous comes before that.
         signal.signal(number, _stop)
-    timeout = hang_timeout(args)
     memory: MemoryDirectory | None = None
     code = 1
     try:
-        memory = prepare(args)
-        os.environ[environment.PULSE_DIR] = _pulse_directory(memory)
-        use_agent(
-            partial(
-                ReportingAgent,
-                watchdog=Watchdog(Path(os.environ[environment.PULSE_DIR]), timeout),
-                bound_fruitless=bound,
-                farewell=FAREWELL if is_here(args.rdzv_endpoint) else 0,
-            )
-        )
-        config, entrypoint, arguments = torchrun.config_from_args(args)
-        if args.warm:
-            os.environ[environment.AGENT] = str(os.getpid())
-            config.start_method = "forkserver"
-            entrypoint = warm.run_script
-            arguments = [args.training_script, *args.training_script_args]
-            warm.start_server()
-        launcher.elastic_launch(config, entrypoint)(*arguments)
+        with _stop_signals_held():
+            # Or a signal that arrives right now would leave a directory that nobody removes.
+            memory = prepare(args)
+            os.environ[environment.PULSE_DIR] = _pulse_directory(memory)
+        if not args.live or not _run_live(args, bound_fruitless=bound):
+            _run_agent(args, bound_fruitless=bound)
         code = 0
     except SignalException as stop:
         say(f"stopped by {stop.sigval.name}")
         code = 128 + stop.sigval
     except ChildFailedError:
         pass  # the agent has reported it
+    except GaveUp as reason:
+        say(str(reason))
     except RendezvousClosedError:
         say(f"job {args.rdzv_id} is closed: it finished or failed on another machine")
     except RendezvousConnectionError:
@@ -118,6 +108,45 @@ def main(arguments: Sequence[str]) -> int:
     if memory is not None:
         _leave(memory, args.rdzv_id, code)
     return code
+
+
+def _run_live(args: argparse.Namespace, *, bound_fruitless: bool) -> bool:
+    """Run a live job until it is over.
+
+    Returns:
+        Whether the script can be live; if it cannot, its processes are gone.
+    """
+    from resilin.cli.live import job
+
+    directory = Path(os.environ[environment.PULSE_DIR])
+    try:
+        job.run(args, directory, bound_fruitless=bound_fruitless)
+    except ScriptNotLive as reason:
+        say(f"not live: {reason}")
+        say("the job runs as without --live: a worker that is lost restarts the others")
+        return False
+    return True
+
+
+def _run_agent(args: argparse.Namespace, *, bound_fruitless: bool) -> None:
+    """Run torch's agent until the job is over, or this machine has left it."""
+    watchdog = Watchdog(Path(os.environ[environment.PULSE_DIR]), hang_timeout(args))
+    use_agent(
+        partial(
+            ReportingAgent,
+            watchdog=watchdog,
+            bound_fruitless=bound_fruitless,
+            farewell=FAREWELL if is_here(args.rdzv_endpoint) else 0,
+        )
+    )
+    config, entrypoint, arguments = torchrun.config_from_args(args)
+    if args.warm:
+        os.environ[environment.AGENT] = str(os.getpid())
+        config.start_method = "forkserver"
+        entrypoint = warm.run_script
+        arguments = [args.training_script, *args.training_script_args]
+        warm.start_server()
+    launcher.elastic_launch(config, entrypoint)(*arguments)
 
 
 def is_here(endpoint: str) -> bool:
@@ -157,7 +186,8 @@ def prepare(args: argparse.Namespace) -> MemoryDirectory | None:
     if args.memory_dir is None and environment.MEMORY_DIR in os.environ:
         return None
     parent = Path(args.memory_dir) if args.memory_dir else environment.memory_parent()
-    memory = MemoryDirectory(parent, args.rdzv_id, args.rdzv_endpoint)
+    endpoint = meeting(args) if args.membership is None else f"etcd://{meeting(args)}"
+    memory = MemoryDirectory(parent, args.rdzv_id, endpoint)
     os.environ[environment.MEMORY_DIR] = str(memory.path)
     return memory
 
@@ -177,6 +207,16 @@ def _leave(memory: MemoryDirectory, run_id: str, code: int) -> None:
     memory.release(remove=needless)
     if not needless:
         say(f"kept the latest state in {memory.path}: resume with --rdzv-id {run_id}, or remove it")
+
+
+@contextmanager
+def _stop_signals_held() -> Iterator[None]:
+    """Deliver signals that stop the job when the block has ended."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:

@@ -7,8 +7,8 @@ resilin calls the plain function that is defined here. A name that is gone is re
 sentence that has the name, the installed version and the tested ones. `tests/test_compat.py` checks
 that no other module uses a private name of another package.
 
-One module per package: `torch_names`, `torch_agent` (torchrun's agent, loaded by the command line
-alone), `ray_names`, `accelerate_names`, `transformers_names`, `lightning_names`, `keras_names` and
-`python_names`. Each is loaded with the package it is about; none of them imports the rest
-of resilin.
+One module per package: `torch_names`, `torch_fsdp` (FSDP2, loaded with a sharded model),
+`torch_agent` (torchrun's agent, loaded by the command line alone), `ray_names`, `accelerate_names`,
+`transformers_names`, `lightning_names`, `keras_names` and `python_names`. Each is loaded with the
+package it is about; none of them imports the rest of resilin.
 """

@@ -45,6 +45,11 @@ def mark_prepared(model: Any) -> None:
     setattr(model, _PREPARED, True)
 
 
+def is_prepared(model: Any) -> bool:
+    """Whether `accelerator.prepare` has seen a model."""
+    return bool(getattr(model, _PREPARED, False))
+
+
 def set_completes(accelerator: Any, completes: bool) -> None:
     """Set whether the current micro-batch completes a step."""
     accelerator.gradient_state._set_sync_gradients(completes)

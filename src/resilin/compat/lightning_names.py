@@ -284,6 +284,11 @@ _FABRIC = "lightning.fabric.strategies.ddp:DDPStrategy"
 _BACKEND = LIGHTNING.name(f"{_STRATEGY}._get_process_group_backend", "joins the process group")
 _TIMEOUT = LIGHTNING.name(f"{_STRATEGY}._timeout", "joins the process group", instance=True)
 _ARGUMENTS = LIGHTNING.name(f"{_STRATEGY}._ddp_kwargs", "passes on arguments of DDP", instance=True)
+_DATA_PARALLEL = LIGHTNING.name(
+    f"{_PYTORCH}.strategies:ModelParallelStrategy._data_parallel_size",
+    "makes the mesh of all processes that there are",
+    instance=True,
+)
 _FABRIC_BACKEND = LIGHTNING.name(f"{_FABRIC}._get_process_group_backend", "joins the process group")
 _DEVICES = LIGHTNING.name(f"{_FABRIC}._determine_ddp_device_ids", "passes on arguments of DDP")
 _SYNC_CONTROL = LIGHTNING.name(
@@ -299,6 +304,21 @@ def check_strategy(strategy: Any) -> None:
     """
     for name in (_BACKEND, _TIMEOUT, _ARGUMENTS):
         name.of(strategy)
+
+
+def check_sharded_strategy(strategy: Any) -> None:
+    """Check that a ModelParallelStrategy has all names used below.
+
+    Raises:
+        MissingNameError: One is gone.
+    """
+    for name in (_BACKEND, _TIMEOUT, _DATA_PARALLEL):
+        name.of(strategy)
+
+
+def set_data_parallel_size(strategy: Any, size: int) -> None:
+    """Set how many processes of a ModelParallelStrategy are data-parallel."""
+    _DATA_PARALLEL.set(strategy, size)
 
 
 def process_group_of(strategy: Any) -> tuple[str, timedelta | None]:

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from resilin.compat.names import Package
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 TORCH = Package("torch", tested=("2.13.0", "2.15.0"))
 """torch, and the names of it that resilin uses."""
@@ -37,6 +42,11 @@ multiplied_all: Callable[[Sequence[Tensor], float], Sequence[Tensor]] = TORCH.na
     "torch:_foreach_mul", "makes multiples of all gradients in one call"
 ).find()
 """Multiples of tensors by a number."""
+
+copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = TORCH.name(
+    "torch:_foreach_copy_", "packs all gradients of a bucket in one call"
+).find()
+"""Copies tensors into others of the same shapes."""
 
 interpolate_all: Callable[[Sequence[Tensor], Sequence[Tensor], float], None] = TORCH.name(
     "torch:_foreach_lerp_", "averages the gradients of micro-batches in one call"
@@ -204,6 +214,15 @@ _TIME_LIMIT = TORCH.name(
     "torch._C._distributed_c10d:Backend.Options._timeout",
     "gives the group of host numbers the time limit of the gradients' group",
 )
+_GLOO = TORCH.name(
+    "torch.distributed.distributed_c10d:ProcessGroupGloo",
+    "is replaced while a live job forms, so that nobody waits for connections of a member that is"
+    " gone",
+)
+_SET_TIME_LIMIT = TORCH.name(
+    "torch._C._distributed_c10d:ProcessGroupGloo._set_default_timeout",
+    "gives a group another time limit for its collectives than for its connections",
+)
 
 
 def default_store() -> Store:
@@ -220,6 +239,39 @@ def rendezvous_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
     """
     store, rank, world_size = next(_RENDEZVOUS.find()("env://", timeout=timeout))
     return store, rank, world_size
+
+
+@contextmanager
+def gloo_made_by(make: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    """Has `make` call the constructor of each gloo group that is made within this block.
+
+    torch connects the members in the constructor, which nothing can interrupt.
+
+    Args:
+        make: Takes a function that makes the group, and returns the group.
+    """
+    gloo: Any = _GLOO.find()
+    module: Any = distributed_c10d
+
+    class InPlace(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return make(partial(gloo, *args, **kwargs))
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, gloo)
+
+    module.ProcessGroupGloo = InPlace("ProcessGroupGloo", (), {})
+    try:
+        yield
+    finally:
+        module.ProcessGroupGloo = gloo
+
+
+def set_timeout_of(group: ProcessGroup, timeout: timedelta) -> None:
+    """Sets the time limit of later collectives of a gloo group."""
+    _BACKEND.find()
+    _SET_TIME_LIMIT.find()
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta | None:
@@ -319,6 +371,20 @@ def note_called(optimizer: Optimizer) -> None:
 def is_initial(scheduler: LRScheduler) -> bool:
     """Whether the scheduler's constructor is stepping it."""
     return bool(scheduler._is_initial)
+
+
+# Meshes ------------------------------------------------------------------------------------------
+
+_ROOT = TORCH.name(
+    "torch.distributed.device_mesh:DeviceMesh._get_root_mesh",
+    "finds the processes that have copies of a parameter that tensor parallelism leaves alone",
+)
+
+
+def root_of_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of which a mesh is a part; itself if it is no part."""
+    root: DeviceMesh = _ROOT.of(mesh)()
+    return root
 
 
 # Checkpoints -------------------------------------------------------------------------------------

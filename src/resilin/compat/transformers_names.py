@@ -26,6 +26,7 @@ _METHODS = tuple(
         "_finalize_training": "saves the last state of the job",
         "_maybe_log_save_evaluate": "resumes at the end of an epoch",
         "_load_from_checkpoint": "loads the weights of a checkpoint that is newer than the job",
+        "_load_optimizer_and_scheduler": "loads the optimizer of a sharded model",
         "_get_num_items_in_batch": "weighs micro-batches by what their loss is a mean over",
         "get_batch_samples": "takes one micro-batch, and leaves the others to the step",
     }.items()
@@ -140,6 +141,11 @@ def items_in(trainer: Any, batch: Any, device: Any) -> Any:
 def load_weights(trainer: Any, folder: str) -> None:
     """Load the weights of a checkpoint folder into the model."""
     trainer._load_from_checkpoint(folder)
+
+
+def load_optimizer(trainer: Any, folder: str) -> None:
+    """Load the optimizer and the scheduler of a checkpoint folder."""
+    trainer._load_optimizer_and_scheduler(folder)
 
 
 def end_epoch(trainer: Any, *args: Any, grad_norm: Any, learning_rate: Any) -> None:

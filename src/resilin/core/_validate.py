@@ -35,6 +35,20 @@ def real(
     return number
 
 
+def text(name: str, value: Any) -> str:
+    """Return `value`; an error if it is not a text."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} ({value!r}) must be a text")
+    return value
+
+
+def texts(name: str, value: Any) -> tuple[str, ...]:
+    """Return a list of texts as a tuple; an error if it is something else."""
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{name} ({value!r}) must be a list of texts")
+    return tuple(text(name, each) for each in value)
+
+
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raises unless `value` is one of `choices`."""
     if value not in choices:

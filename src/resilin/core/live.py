@@ -2,8 +2,8 @@
 
 Members come and go while others keep running. An `Authority` outside of them numbers the
 generations: it alone says who is in the job. A generation is formed when all of its members have
-come to it; a member never goes back to an earlier one. A step is committed where its ballot, with
-all members of the generation in it, is complete. What follows from that:
+come to it, and only the newest one can be; a member never goes back to an earlier one. A step is
+committed where its ballot, with all members of the generation in it, is complete. So:
 
 - When a group breaks, some members may have committed its last step, and others not: they are at
   most one step apart. The next generation continues with the newest state of its members.
@@ -13,15 +13,27 @@ all members of the generation in it, is complete. What follows from that:
 - Every generation has a member of the last one that was formed. That member has left the older
   group, which can make no step without it: so two groups never both make steps.
 
-Nothing here sends or waits: an engine does, and the simulator in `tests/protocol` tries histories.
+Changes are of two kinds:
+
+- A planned one (somebody joins, or is asked to leave) is announced on top of a generation that is
+  formed, and takes effect after a step in whose ballot all members said that they know of it.
+- After a loss, or when a group broke, members give their group up wherever they are, even in a
+  collective outside of steps that a joiner would not make. So the next generation has nobody whom
+  the last formed one has not. A planned change that was announced and not formed is taken back:
+  joiners wait again, and whoever leaves stays a member, until it is announced anew on top.
+
+This is the side of the authority; `core/forming.py` has that of a member. Nothing here sends or
+waits: an engine does, and the simulator in `tests/protocol` tries histories.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from resilin.core.membership import Member, Roster, change
+from resilin.core import _validate
+from resilin.core.membership import Member, Roster
 from resilin.core.recovery import Version
 
 
@@ -47,12 +59,20 @@ class Authority:
     """Different for each authority that was ever started."""
     roster: Roster
     """The members of the newest generation."""
+    waiting: tuple[Member, ...] = ()
+    """Processes that have joined, and come with the next planned change."""
     leaving: frozenset[str] = frozenset()
-    """Members that were asked to leave, and make steps until all members have seen that."""
+    """Members that were asked to leave. They are until a generation without them is formed."""
     formed: Roster | None = None
     """The newest generation that was formed; None before the first one was."""
     state: Version | None = None
-    """The state that it continued with. It is announced with each later generation."""
+    """The state that it continued with."""
+    least: Version | None = None
+    """The state that the newest generation needs: `state` at the time of its announcement."""
+    broken: int = -1
+    """Newest generation that was given up because of a loss, or because its group broke."""
+    revision: int = 0
+    """Number of changes so far: of two announcements, the later one has the greater number."""
 
     @classmethod
     def start(cls, identity: str, members: Sequence[Member], *, above: int = -1) -> Authority:
@@ -66,57 +86,99 @@ class Authority:
         roster = Roster(generation=above + 1, members=tuple(members))
         return cls(identity=identity, roster=roster)
 
-    def join(self, member: Member) -> Authority:
-        """Announces a generation with one member more."""
-        return self._next(change(self.roster, joining=[member]))
+    def __contains__(self, name: str) -> bool:
+        """Whether a process has a place in the job. If not, it has left or was removed."""
+        waiting = (each.name for each in self.waiting)
+        return name in self.roster.names or name in self.leaving or name in waiting
 
-    def ask_to_leave(self, name: str) -> Authority:
-        """Announces a generation without this member, which is there until it takes effect."""
+    @property
+    def ends(self) -> bool:
+        """Whether all members were asked to leave and nobody takes over: then the job stops."""
+        return {*self.roster.names} <= self.leaving and not self.waiting
+
+    # Events --------------------------------------------------------------------------------
+
+    def join(self, member: Member) -> Authority:
+        """Takes a process that is ready to join; a second call changes nothing.
+
+        Raises:
+            ValueError: It has another number of processes than the members have.
+        """
+        if member.name in self:
+            return self
+        sizes = len(member.hosts), len(self.roster.members[0].hosts)
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"{member.name} has {sizes[0]} processes, and must have {sizes[1]} as the members"
+            )
+        return replace(self, waiting=(*self.waiting, member))._plan()
+
+    def leave(self, name: str) -> Authority:
+        """Asks a member to leave: it makes steps until all members have seen that.
+
+        If nobody would stay, nothing is announced until somebody joins: see `ends`.
+        """
+        if name in (each.name for each in self.waiting):
+            return self.remove(name)
         if name not in self.roster.names:
             return self
-        return replace(self._without(name), leaving=self.leaving | {name})
+        return replace(self, leaving=self.leaving | {name})._plan()
 
     def remove(self, name: str) -> Authority:
         """Announces a generation without this member, which is gone, or was not heard of.
 
         Somebody who is unknown changes nothing: two may report the same loss. One who is leaving
-        has not waited for the others, and they are told that, too.
+        has not waited until a generation without it is formed: that is a loss, too.
 
         Raises:
             NotLive: Nobody is left who has formed the newest generation.
         """
-        if name in self.leaving:
-            return replace(self._next(change(self.roster)), leaving=self.leaving - {name})
-        return self._without(name) if name in self.roster.names else self
-
-    def renew(self, broken: int) -> Authority:
-        """Announces the same members anew, for a group that broke though nobody is gone.
-
-        Args:
-            broken: The generation whose group broke. All of its members may ask, and the first is
-                enough: then there is a newer one.
-        """
-        if broken != self.roster.generation:
+        if name not in self:
             return self
-        return self._next(change(self.roster))
+        waiting = tuple(each for each in self.waiting if each.name != name)
+        rest = replace(self, waiting=waiting, leaving=self.leaving - {name})
+        if name in (each.name for each in self._staying()):
+            return rest._give_up(name)
+        return rest._announce(rest._planned(name)) if name in self.roster.names else rest
 
-    def form(self, roster: Roster, state: Version) -> Authority:
-        """Takes the report that all members of a generation have come to it.
+    def renew(self, generation: int) -> Authority:
+        """Announces the members of the last formed generation anew, for a group that broke.
 
-        Whoever reports makes a step only if `formed` is that generation then. It is not if a later
-        one was formed, or if all members of it were removed: a later one may begin without them.
+        Nobody need be gone: one connection that was reset is enough.
 
         Args:
-            roster: The generation.
+            generation: The generation whose group broke. All of its members may ask; the first one
+                is heard.
+
+        Raises:
+            ValueError: There is no such generation yet.
+        """
+        newest = self.roster.generation
+        if generation > newest:
+            raise ValueError(f"generation ({generation}) must be at most the newest, {newest}")
+        known = {newest} if self.formed is None else {newest, self.formed.generation}
+        if generation <= self.broken or generation not in known:
+            return self
+        return self._give_up()
+
+    def form(self, generation: int, names: Sequence[str], state: Version) -> Authority:
+        """Takes the report that all members of the newest generation have come to it.
+
+        Whoever reports makes a step only if `formed` is that generation then: it is not if there
+        is a newer one.
+
+        Args:
+            generation: The generation.
+            names: Its members.
             state: The state that they continue with.
         """
-        if self.formed is not None and roster.generation <= self.formed.generation:
+        if (generation, tuple(names)) != (self.roster.generation, self.roster.names):
             return self
-        if not {*roster.names} & {*self.roster.names}:
+        if self.formed == self.roster:
             return self
         # Whoever left has left: there is no older group any more in which it could make a step.
-        leaving = frozenset() if roster == self.roster else self.leaving
-        return replace(self, formed=roster, state=state, leaving=leaving)
+        leaving = self.leaving & {*names}
+        return replace(self, formed=self.roster, state=state, leaving=leaving)._plan()
 
     def check(self, known: str) -> None:
         """Refuses to continue with a member that another authority has told who is in the job.
@@ -135,111 +197,243 @@ class Authority:
                 "has lost its state"
             )
 
-    def _without(self, name: str) -> Authority:
-        if self.roster.names == (name,):
-            raise NotLive(f"{name}, the last member of generation {self.roster.generation}, left")
-        return self._next(change(self.roster, leaving=[name]))
+    # JSON ----------------------------------------------------------------------------------
 
-    def _next(self, roster: Roster) -> Authority:
-        if self.formed is not None and not {*roster.names} & {*self.formed.names}:
+    def to_json(self) -> dict[str, Any]:
+        """The authority as JSON. Each member is in it once."""
+        table: dict[Member, int] = {}
+        for each in (*self.roster.members, *(self.formed or self.roster).members, *self.waiting):
+            table.setdefault(each, len(table))
+
+        def numbers(roster: Roster | None) -> list[Any] | None:
+            if roster is None:
+                return None
+            return [roster.generation, roster.reformed, [table[each] for each in roster.members]]
+
+        return {
+            "identity": self.identity,
+            "members": [_member_to_json(each) for each in table],
+            "roster": numbers(self.roster),
+            "waiting": [table[each] for each in self.waiting],
+            "leaving": sorted(self.leaving),
+            "formed": numbers(self.formed),
+            "state": self.state and self.state.to_json(),
+            "least": self.least and self.least.to_json(),
+            "broken": self.broken,
+            "revision": self.revision,
+        }
+
+    @classmethod
+    def from_json(cls, state: Any) -> Authority:
+        """The reverse of `to_json`.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        try:
+            members = [_member_from_json(each) for each in state["members"]]
+
+            def roster(numbers: list[Any]) -> Roster:
+                generation, reformed, places = numbers
+                return Roster(
+                    generation=_validate.whole("generation", generation, at_least=0),
+                    members=tuple(members[place] for place in places),
+                    reformed=bool(reformed),
+                )
+
+            return cls(
+                identity=_validate.text("identity", state["identity"]),
+                roster=roster(state["roster"]),
+                waiting=tuple(members[place] for place in state["waiting"]),
+                leaving=frozenset(_validate.texts("leaving", state["leaving"])),
+                formed=state["formed"] and roster(state["formed"]),
+                state=state["state"] and _version(state["state"]),
+                least=state["least"] and _version(state["least"]),
+                broken=_validate.whole("broken", state["broken"], at_least=-1),
+                revision=_validate.whole("revision", state["revision"], at_least=0),
+            )
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"not an authority as JSON: {error!r}") from None
+
+    # Generations ---------------------------------------------------------------------------
+
+    def _staying(self) -> list[Member]:
+        """Members of the last formed generation that are not gone."""
+        last = self.formed or self.roster
+        here = {*self.roster.names, *self.leaving}
+        return [each for each in last.members if each.name in here]
+
+    def _joining(self) -> list[Member]:
+        """Members that are announced, and that the last formed generation has not."""
+        known = {*(self.formed or self.roster).names}
+        return [each for each in self.roster.members if each.name not in known]
+
+    def _plan(self) -> Authority:
+        """Announces those who wait or leave, if the newest generation is formed."""
+        if self.formed != self.roster:
+            return self
+        members = self._planned()
+        return self if members == [*self.roster.members] else self._announce(members)
+
+    def _planned(self, gone: str = "") -> list[Member]:
+        joining = [each for each in (*self._joining(), *self.waiting) if each.name != gone]
+        remaining = [each for each in self._staying() if each.name not in self.leaving]
+        # If nobody would remain, those who leave hand over to the joiners first.
+        return [*(remaining or self._staying()), *joining]
+
+    def _give_up(self, gone: str = "") -> Authority:
+        """Announces the last formed generation without those who are gone."""
+        staying = [each for each in self._staying() if each.name != gone]
+        joining = [*self._joining(), *self.waiting]
+        if not staying:
+            if self.formed is None or not joining:
+                raise NotLive(
+                    f"{gone}, the last member of generation {self.roster.generation}, left"
+                )
             raise NotLive(
                 f"no member of generation {self.formed.generation} is left, and of those that have "
-                f"joined since ({', '.join(roster.names)}) none has its state"
+                f"joined since ({', '.join(each.name for each in joining)}) none has its state"
             )
-        return replace(self, roster=roster)
+        given_up = replace(self, broken=self.roster.generation)._announce(staying)
+        return replace(given_up, waiting=tuple(joining))
+
+    def _announce(self, members: Iterable[Member]) -> Authority:
+        roster = Roster(
+            generation=self.roster.generation + 1, members=tuple(members), reformed=True
+        )
+        return replace(self, roster=roster, waiting=(), least=self.state)
 
 
-# One member ------------------------------------------------------------------------------------
+# Events as data --------------------------------------------------------------------------------
 
 
-def moves_on(newest: int, present: int) -> bool:
-    """Whether a member whose group cannot continue comes to this generation; never to an older one.
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A process is ready to join."""
 
-    Args:
-        newest: The newest generation that it knows of.
-        present: The newest one that it has come to.
-    """
-    return newest > present
+    member: Member
+    """The process, as a member."""
 
 
-def reports(replica: int) -> bool:
-    """Whether a member tells the authority that its generation is formed, before it continues.
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A member was asked to leave, and takes part until that takes effect."""
 
-    One does, and no step is made without it: so the authority knows of every generation that has
-    made a step, and of the state that it began with.
-
-    Args:
-        replica: Number of the member.
-    """
-    return replica == 0
+    name: str
+    """Name of the member."""
 
 
-def is_broken(group: Roster, newest: Roster, leaving: Collection[str]) -> bool:
-    """Whether a group cannot complete another step: a member is gone, and is not just leaving.
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """A member is gone."""
 
-    Others have to break it off then: a member that is frozen closes no connection.
-
-    Args:
-        group: The generation that the group is of.
-        newest: The newest generation.
-        leaving: Who makes steps in older ones until all have seen that it leaves.
-    """
-    return bool({*group.names} - {*newest.names} - {*leaving})
+    name: str
+    """Name of the member."""
 
 
-def all_have_seen(votes: int, members: int) -> bool:
-    """Whether a planned change takes effect after this step: all members know of it.
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """A group broke, though nobody need be gone."""
 
-    Each adds to its ballot whether it knows of a newer generation. Nobody waits for anybody, and
-    no step is lost: until all have seen it, the old group continues.
-
-    Args:
-        votes: Members that have.
-        members: All members of the generation.
-    """
-    return votes == members
+    generation: int
+    """The generation of the group."""
 
 
-# Whose state -----------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Form:
+    """All members of a generation have come to it. Replica 0 reports that before its first step."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Healing:
-    """The transfer of the state to those that lack it, in a generation that was just formed."""
-
+    generation: int
+    """The generation."""
+    names: tuple[str, ...]
+    """Its members."""
     state: Version
-    """The state that all members have afterwards."""
-    holders: tuple[int, ...]
-    """Replicas that have it, in order; each sends a share."""
-    lacking: tuple[int, ...]
-    """Replicas that get it. They hold nothing until they have all of it: see `heal`."""
+    """The state that they continue with."""
 
 
-def heal(generation: int, held: Mapping[int, Version | None], least: Version | None) -> Healing:
-    """The healing of a generation, computed alike by all of its members.
+Event = Join | Leave | Remove | Renew | Form
+"""Any of these."""
 
-    A member that begins to load a state loses its own. It holds nothing until it has all of it,
-    however that ends: otherwise half a state could win after the next loss.
 
-    Args:
-        generation: The generation.
-        held: What each replica holds; None if it has just been made, or was interrupted while it
-            loaded a state.
-        least: The state that the last generation that was formed has continued with, as announced
-            with this one. None if there was none: then the job begins, with the objects of the
-            first replica.
+def apply(authority: Authority, event: Event) -> Authority:
+    """The authority after an event; the same one if that changes nothing.
 
     Raises:
-        NotLive: Nobody has that state or a newer one. An older one is no substitute: what was kept
-            in memory or on storage may be newer.
+        NotLive: Nobody is left who has the state of the job.
+        ValueError: The event cannot be one of this job.
     """
-    states = [state for state in held.values() if state is not None]
-    if least is None and not states:
-        state, holders = Version(generation, 0), [min(held)]
-    elif not states or (least is not None and max(states) < least):
-        raise NotLive(f"no member of generation {generation} has a whole state since {least}")
-    else:
-        state = max(states)
-        holders = [replica for replica, each in held.items() if each == state]
-    lacking = {*held} - {*holders}
-    return Healing(state=state, holders=tuple(sorted(holders)), lacking=tuple(sorted(lacking)))
+    after = _apply(authority, event)
+    # A value that is the same, but not the one that there was, is no change.
+    return authority if after == authority else replace(after, revision=authority.revision + 1)
+
+
+def _apply(authority: Authority, event: Event) -> Authority:
+    match event:
+        case Join(member):
+            return authority.join(member)
+        case Leave(name):
+            return authority.leave(name)
+        case Remove(name):
+            return authority.remove(name)
+        case Renew(generation):
+            return authority.renew(generation)
+        case Form(generation, names, state):
+            return authority.form(generation, names, state)
+
+
+def event_to_json(event: Event) -> dict[str, Any]:
+    """An event as JSON: its kind, and what it is about."""
+    match event:
+        case Join(member):
+            return {"join": _member_to_json(member)}
+        case Leave(name):
+            return {"leave": name}
+        case Remove(name):
+            return {"remove": name}
+        case Renew(generation):
+            return {"renew": generation}
+        case Form(generation, names, state):
+            return {"form": [generation, list(names), state.to_json()]}
+
+
+def event_from_json(state: Any) -> Event:
+    """The reverse of `event_to_json`.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    match state:
+        case {"join": member, **rest} if not rest:
+            return Join(_member_from_json(member))
+        case {"leave": name, **rest} if not rest:
+            return Leave(_validate.text("leave", name))
+        case {"remove": name, **rest} if not rest:
+            return Remove(_validate.text("remove", name))
+        case {"renew": generation, **rest} if not rest:
+            return Renew(_validate.whole("renew", generation, at_least=0))
+        case {"form": [generation, names, version], **rest} if not rest:
+            generation = _validate.whole("form", generation, at_least=0)
+            return Form(generation, _validate.texts("form", names), _version(version))
+        case _:
+            raise ValueError(f"{state!r:.200} must be an event as JSON")
+
+
+def _member_to_json(member: Member) -> list[Any]:
+    return [member.name, member.address, list(member.hosts)]
+
+
+def _member_from_json(state: Any) -> Member:
+    if not isinstance(state, list) or len(state) != 3:
+        raise ValueError(f"{state!r:.200} must be a member: its name, address and hosts")
+    name, address, hosts = state
+    return Member(
+        name=_validate.text("name", name),
+        address=_validate.text("address", address),
+        hosts=_validate.texts("hosts", hosts),
+    )
+
+
+def _version(state: Any) -> Version:
+    if not isinstance(state, list) or len(state) != 4:
+        raise ValueError(f"{state!r:.200} must be a version: 4 whole numbers")
+    return Version.from_json([_validate.whole("version", each, at_least=0) for each in state])

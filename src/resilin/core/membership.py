@@ -79,6 +79,8 @@ class Member:
     """Name of the replica, unique among all replicas of the job, past and present."""
     hosts: tuple[str, ...] = ("",)
     """The host of each of its processes: one, unless the replica is sharded."""
+    address: str = ""
+    """Place (`host:port`) where it serves the forming of a generation, in jobs that are live."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

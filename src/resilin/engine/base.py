@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,17 @@ from torch import Tensor
 
 from resilin.compat.torch_names import timeout_of
 from resilin.core.membership import Membership
-from resilin.engine.collectives import Collectives, Json
+from resilin.engine.changes import Changes
+from resilin.engine.collectives import Begun, Collectives, Group, Json
+from resilin.engine.copies import CopyGroups
 from resilin.engine.pulse import Pulse
 from resilin.engine.stop import StopRequest
+from resilin.engine.watch import LastWords
+
+T = TypeVar("T")
 
 CONTROL_TIMEOUT = timedelta(minutes=10)
 """Time limit for processes that wait for each other outside steps, as after a checkpoint."""
-LastWords = Callable[[str, bool], None]
-"""Called with (reason, deadline_passed) before another thread ends the process."""
 
 
 class Engine:
@@ -42,6 +45,7 @@ class Engine:
         """Published state of this process, for its supervisor."""
         self._generation = 0
         self._membership: Membership | None = None
+        self._formed: tuple[int, int] | None = None
         self._world: dist.ProcessGroup | None = None
         self._groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         self._host: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
@@ -59,8 +63,23 @@ class Engine:
         world = dist.group.WORLD
         if self._membership is None or world is not self._world:
             self._world = world
-            self._membership = replace(self.find_membership(), generation=self._generation)
+            found = replace(self.find_membership(), generation=self._generation)
+            if self._formed is not None:
+                found = replace(found, replica=self._formed[0], num_replicas=self._formed[1])
+            self._membership = found
         return self._membership
+
+    def form_replicas(self, replica: int, num_replicas: int) -> None:
+        """Makes replicas of several processes each, as tensor parallelism needs.
+
+        Called on all processes, before the first step. From then on the data and the batch are
+        divided among so many replicas; recovery still counts processes.
+
+        Args:
+            replica: The replica that this process is a part of.
+            num_replicas: Replicas, each of equally many processes.
+        """
+        self._formed, self._membership = (replica, num_replicas), None
 
     def find_membership(self) -> Membership:
         """Asks the launcher who is in the job: for engines to override.
@@ -79,6 +98,20 @@ class Engine:
         )
 
     @property
+    def processes_per_replica(self) -> int:
+        """Processes that work on the same data: more than 1 under tensor parallelism."""
+        return self.membership.num_processes // self.membership.num_replicas
+
+    @property
+    def processes_per_copy(self) -> int:
+        """Processes that come and go together: more than 1 in live jobs with a sharded model."""
+        return 1
+
+    def copy_groups(self) -> CopyGroups | None:
+        """Groups of the copies of a sharded model, where these come and go; None elsewhere."""
+        return None
+
+    @property
     def restartable(self) -> bool:
         """Whether a supervisor restarts this process when it dies."""
         return False
@@ -92,6 +125,11 @@ class Engine:
     def num_restarts(self) -> int:
         """Number of restarts of this process, as far as known."""
         return 0
+
+    @property
+    def log_name(self) -> str:
+        """Name of this process among those that write to the event log of the job."""
+        return f"replica-{self.membership.process}"
 
     @property
     def memory_name(self) -> str | None:
@@ -117,6 +155,17 @@ class Engine:
         """
         return self.membership
 
+    def all_took_part(self, here: bool) -> bool:
+        """Whether the reductions of a step are complete for all that continue with this process.
+
+        Where the loss of one replica can fail them for some processes of a sharded copy of the
+        model and not for others, these agree here: none of them makes the step then. Collective.
+
+        Args:
+            here: Whether they are complete for this process.
+        """
+        return here
+
     def all_committed(self) -> bool:
         """Called when the gradient of a step is complete: whether all replicas took part in it.
 
@@ -127,6 +176,16 @@ class Engine:
         step end, so all took part in it.
         """
         return True
+
+    def committed(self) -> None:
+        """Called when a step was committed."""
+
+    def stops(self, votes: float) -> bool:
+        """Whether the job stops after a step in which so many replicas were asked to.
+
+        Where a lost replica means new processes, one is enough: all stop together.
+        """
+        return votes > 0
 
     def require_members(self) -> None:
         """Called before state is kept: raise if this process has lost the others for good.
@@ -142,9 +201,9 @@ class Engine:
 
         Returns:
             The group, always the same one while the membership lasts; None if there is but one
-            replica.
+            process.
         """
-        return dist.group.WORLD if self.membership.num_replicas > 1 else None
+        return dist.group.WORLD if self.membership.num_processes > 1 else None
 
     def host_group(self) -> dist.ProcessGroup | None:
         """The process group in which replicas add up tensors on the host, within steps.
@@ -165,7 +224,7 @@ class Engine:
             self._host = (group, _beside(group))
         return self._host[1]
 
-    def group(self, purpose: str) -> dist.ProcessGroup | None:
+    def group(self, purpose: str) -> Group | None:
         """A gloo group of all replicas for one purpose, apart from that of the gradients.
 
         Threads that communicate at the same time need a group each. All replicas must ask for
@@ -185,9 +244,50 @@ class Engine:
             self._groups[purpose] = present
         return present[1]
 
+    def wait(self, work: Begun) -> None:
+        """Waits for a collective in the group of the gradients, or in that of the host.
+
+        Raises:
+            PeerLost: It cannot end, because a member is lost. Only where this process outlives
+                that, see `live`; elsewhere it raises what torch does.
+        """
+        work.wait()
+
+    def refused(self, error: RuntimeError) -> RuntimeError:
+        """The error to raise for a collective of the gradients that its group did not begin.
+
+        Args:
+            error: The error of torch.
+
+        Returns:
+            `PeerLost` if a member is gone, where this process outlives that; otherwise any other.
+        """
+        return error
+
+    @property
+    def changes(self) -> Changes | None:
+        """Changes of members while this process runs; None where each of them restarts it."""
+        return None
+
+    @property
+    def live(self) -> bool:
+        """Whether this process keeps running when members come or go."""
+        return self.changes is not None
+
     def collectives(self, purpose: str = "control") -> Collectives:
         """Collectives of all processes, in the group of one purpose."""
         return Collectives(self.group(purpose))
+
+    def ask(self, question: Callable[[Collectives], T], *, between_steps: bool = False) -> T:
+        """Asks all processes a question outside of steps. Collective.
+
+        Where members are lost without a restart, those that are left are asked again.
+
+        Args:
+            question: Asks them; its answer is JSON, the same on all of them.
+            between_steps: Whether the script has done nothing since the last step.
+        """
+        return question(self.collectives())
 
     def gather(self, value: Json) -> list[Json]:
         """The values of all processes, on all of them. For small values."""
@@ -217,6 +317,9 @@ class Engine:
 
     def unwatch(self) -> None:
         """Stop watching, if `watch` was called."""
+
+    def finish(self) -> None:
+        """Wait until no process needs another one to complete the training. Collective."""
 
     def leave(self, *, asked: bool) -> NoReturn:
         """Ends this process after all replicas have agreed to stop.

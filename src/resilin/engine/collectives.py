@@ -10,10 +10,12 @@ Gradients are not reduced here: they have a group of their own, see `Engine.grad
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from datetime import timedelta
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,86 @@ _PACK = 16 * 2**20
 _LENGTH = 8
 """Bytes that say how long the JSON of a message is."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class Begun(Protocol):
+    """A collective that was begun, as `torch.distributed.Work` is one."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        ...
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Waits for its end.
+
+        Raises:
+            RuntimeError: It failed, or has not ended in time.
+        """
+        ...
+
+
+Wait = Callable[[Begun], Any]
+"""Waits for a collective that was begun."""
+
+
+class Messages:
+    """Messages from one process to another that were begun, as one collective.
+
+    gloo says nothing of the end of a message before it is waited for, and takes a time limit that
+    passes for the loss of its group. So a thread waits for them, without one.
+
+    Args:
+        works: The messages.
+    """
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._over = threading.Event()
+        self._error: RuntimeError | None = None
+        args = (works,)
+        threading.Thread(target=self._run, args=args, name="resilin-messages", daemon=True).start()
+
+    def _run(self, works: Sequence[dist.Work]) -> None:
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self._error = error
+        finally:
+            self._over.set()
+
+    def is_completed(self) -> bool:
+        """Whether all of them have ended, or one has failed."""
+        return self._over.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for the end of all.
+
+        Raises:
+            RuntimeError: One failed, or they have not ended in time.
+        """
+        if not self._over.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError(f"messages have not ended within {timeout}")
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+class Guarded(NamedTuple):
+    """A gloo group whose collectives are given up when one of its members is lost."""
+
+    group: dist.ProcessGroup
+    """The group."""
+    wait: Wait
+    """Waits for one of its collectives; raises `PeerLost` if that cannot end any more."""
+
+
+Group: TypeAlias = dist.ProcessGroup | Guarded
+"""A gloo group of processes, with or without a way to give its collectives up."""
+
+
+def wait_for(work: Begun) -> None:
+    """Waits for a collective until it ends, or until the timeout of its group."""
+    work.wait()
 
 
 class State(NamedTuple):
@@ -97,7 +179,10 @@ class Collectives:
     failure: ClassVar[type[Exception]] = RuntimeError
     """Exception for all other errors."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: Group | None) -> None:
+        self._wait: Wait = wait_for
+        if isinstance(group, Guarded):
+            group, self._wait = group
         self._group = group
         self.num = 1 if group is None else dist.get_world_size(group)
         """Processes in the group."""
@@ -136,7 +221,8 @@ class Collectives:
             return [mine]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num)]
         with self._together():
-            dist.all_gather(sizes, torch.tensor([mine.numel()]), group=self._group)
+            told = torch.tensor([mine.numel()])
+            self._wait(dist.all_gather(sizes, told, group=self._group, async_op=True))
             most = max(int(size) for size in sizes)
             padded = torch.zeros(most, dtype=torch.uint8)
             padded[: mine.numel()] = mine
@@ -144,9 +230,13 @@ class Collectives:
             if self.process == 0 or not to_first:
                 found = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
             if to_first:
-                dist.gather(padded, found or None, dst=self._global(0), group=self._group)
+                first = self._global(0)
+                work = dist.gather(
+                    padded, found or None, dst=first, group=self._group, async_op=True
+                )
             else:
-                dist.all_gather(found, padded, group=self._group)
+                work = dist.all_gather(found, padded, group=self._group, async_op=True)
+            self._wait(work)
         return [data[: int(size)] for data, size in zip(found, sizes, strict=False)]
 
     # Calls with one outcome for all --------------------------------------------------------
@@ -258,14 +348,22 @@ class Collectives:
         """Reduces a tensor on the CPU over all processes, in place."""
         if self._group is not None:
             with self._together():
-                dist.all_reduce(tensor, op=_OPS[op], group=self._group)
+                work = dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=True)
+                self._wait(work)
 
     def _send_bytes(self, data: Tensor, source: int) -> None:
         for start in range(0, data.numel(), _CHUNK):
             with self._together():
-                dist.broadcast(
-                    data[start : start + _CHUNK], src=self._global(source), group=self._group
-                )
+                part, first = data[start : start + _CHUNK], self._global(source)
+                self._wait(dist.broadcast(part, src=first, group=self._group, async_op=True))
+
+    def _end(self, works: Sequence[dist.Work]) -> None:
+        """Waits for messages between two processes each."""
+        if self._wait is not wait_for:
+            self._wait(Messages(works))
+            return
+        for work in works:
+            work.wait()
 
     def _global(self, process: int) -> int:
         assert self._group is not None

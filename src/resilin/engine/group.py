@@ -12,14 +12,19 @@ import os
 import time
 import uuid
 from datetime import timedelta
+from functools import cache
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from resilin.compat.ray_names import in_worker
 from resilin.compat.torch_names import rendezvous_from_environment
-from resilin.engine import devices, pulse, ray
+from resilin.engine import devices, environment, pulse, ray
 from resilin.engine.base import Engine
+from resilin.engine.copies import Place
+from resilin.engine.live.client import Client
+from resilin.engine.live.engine import Live
+from resilin.engine.live.refusal import refuse_live
 from resilin.engine.single import Single
 from resilin.engine.torchrun import Torchrun
 
@@ -52,6 +57,12 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = DEFAU
                 f"the process group already exists with backend {dist.get_backend()!r}, but "
                 f"{backend!r} was asked for"
             )
+        return
+    if environment.LIVE in os.environ:
+        _refuse_backend(backend)
+        pulse.announce()
+        pulse.of_this_process()  # its launcher sees from here on that the script has ended
+        live_engine().come()
         return
     present = [name for name in LAUNCHER_ENV if name in os.environ]
     if not present:
@@ -105,11 +116,45 @@ def _agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta)
 
 def num_launched() -> int:
     """Processes that the launcher has started, also if they have not joined each other yet."""
+    if environment.LIVE in os.environ:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@cache
+def live_engine() -> Live:
+    """The engine of this process under `resilin run --live`; it has one connection, and one place.
+
+    Raises:
+        ValueError: The launcher's environment is incomplete.
+    """
+    name = os.environ.get(environment.MEMBER)
+    if name is None:
+        raise ValueError(
+            f"{environment.LIVE} is set and {environment.MEMBER} is missing: start the job with "
+            "resilin run --live"
+        )
+    secret = os.environ.get(environment.LIVE_SECRET)
+    known = None if secret is None else bytes.fromhex(secret)
+    place = Place.of_this_process(name)
+    client = Client(os.environ[environment.LIVE], name, known, member=place.member)
+    return Live(client, place)
+
+
+def _refuse_backend(backend: str | None) -> None:
+    """Refuses a group that a lost member would block."""
+    asked = backend or devices.here().backend
+    if asked not in ("gloo", "cpu:gloo"):
+        refuse_live(
+            f"a live job has groups of the backend gloo, and this one asks for {asked!r}: a "
+            "collective of another backend cannot be given up when a member is lost"
+        )
 
 
 def detect() -> Engine:
     """The engine for the launcher of this process."""
+    if environment.LIVE in os.environ:
+        return live_engine()
     if in_worker():
         return ray.RayTrain()
     return Torchrun() if all(name in os.environ for name in LAUNCHER_ENV) else Single()

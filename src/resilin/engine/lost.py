@@ -1,4 +1,4 @@
-"""One-line report of a lost connection, in place of a traceback.
+"""The loss of a peer: the error of those that outlive it, and one line in place of a traceback.
 
 When a process dies, gloo fails in every process that was connected to it, each with a traceback
 through a backward pass that is not at fault. The cause is elsewhere, and under `resilin run` the
@@ -18,6 +18,13 @@ from resilin.engine import environment
 logger = logging.getLogger("resilin")
 
 _GLOO = re.compile(r"gloo/transport/\S+\] (.*?(?:reset by peer|closed by peer|Broken pipe))")
+
+
+class PeerLost(RuntimeError):
+    """A collective cannot end: a member of its generation is gone, or gave the generation up.
+
+    It never reaches the code of a script: the step fails and is issued again, by those that stay.
+    """
 
 
 def lost_connection(error: BaseException) -> str | None:

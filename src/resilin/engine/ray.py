@@ -22,6 +22,7 @@ from resilin.compat.ray_names import this_worker
 from resilin.compat.torch_names import default_store
 from resilin.core.membership import Membership
 from resilin.engine.base import Engine
+from resilin.engine.collectives import Group
 from resilin.engine.stop import StopRequest
 
 _NODE = "resilin/node"
@@ -135,7 +136,7 @@ class RayTrain(Engine):
         self.require_members()
         return super().gradient_group()
 
-    def group(self, purpose: str) -> dist.ProcessGroup | None:
+    def group(self, purpose: str) -> Group | None:
         """A gloo group of all workers for one purpose; None if there is but one worker.
 
         Raises:

@@ -7,10 +7,8 @@ none, and state comes from the host's memory, from another replica, or from a ch
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -18,12 +16,10 @@ from typing import NoReturn
 
 from resilin.core.membership import Membership
 from resilin.engine import environment, pulse
-from resilin.engine.base import Engine, LastWords
+from resilin.engine.base import Engine
 from resilin.engine.processes import process_gone, process_start
 from resilin.engine.stop import RESTART
-from resilin.engine.watch import Peer, Watch
-
-logger = logging.getLogger("resilin")
+from resilin.engine.watch import LastWords, Peer, Watch, abandon
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 """Set by torchrun's agents; the `--rdzv-id` of the job."""
@@ -101,25 +97,13 @@ class Torchrun(Engine):
         everyone = self.gather([host, *me])
         peers = [Peer(pid, start) for where, pid, start in everyone if where == host]
         peers.remove(me)
-        self._watch = Watch(self, peers, partial(self._abandon, last_words))
+        self._watch = Watch(self, peers, partial(abandon, self.stop, last_words))
 
     def unwatch(self) -> None:
         """Stop watching."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-
-    def _abandon(self, last_words: LastWords, reason: str, deadline_passed: bool) -> None:
-        """End this process from another thread: its main thread is stuck, or unsupervised."""
-        try:
-            last_words(reason, deadline_passed)
-        except Exception:
-            logger.exception("the last words of replica %d failed", self.membership.replica)
-        finally:
-            # Whatever failed: nothing else ends a process whose main thread is stuck.
-            logging.shutdown()
-            sys.stdout.flush()
-            os._exit(self.stop.exit_code if self.stop.asked else RESTART)
 
     def leave(self, *, asked: bool) -> NoReturn:
         """Ends this worker.

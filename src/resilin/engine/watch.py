@@ -7,18 +7,27 @@ completed steps are in memory, and a new generation resumes from there.
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from resilin.engine.processes import process_gone
-from resilin.engine.stop import StopRequest
+from resilin.engine.stop import RESTART, StopRequest
 
 INTERVAL = 0.2
 """Seconds between two checks."""
 URGENT = 0.02
 """Seconds between two checks after the process was asked to stop."""
+
+
+LastWords = Callable[[str, bool], None]
+"""Called with (reason, deadline_passed) before another thread ends the process."""
+
+logger = logging.getLogger("resilin")
 
 
 class Supervised(Protocol):
@@ -86,3 +95,16 @@ class Watch:
             if time.monotonic() > deadline:
                 self._abandon(f"no step ended within {self._engine.grace:g} s", True)
             self._closed.wait(URGENT)
+
+
+def abandon(stop: StopRequest, last_words: LastWords, reason: str, deadline_passed: bool) -> None:
+    """End this process from another thread: its main thread is stuck, or unsupervised."""
+    try:
+        last_words(reason, deadline_passed)
+    except Exception:
+        logger.exception("the last words of process %d failed", os.getpid())
+    finally:
+        # Whatever failed: nothing else ends a process whose main thread is stuck.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(stop.exit_code if stop.asked else RESTART)

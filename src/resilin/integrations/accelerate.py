@@ -4,7 +4,8 @@ Accelerate keeps devices, mixed precision, evaluation, trackers and its checkpoi
 is resilin's: an `AdaptiveDataLoader` deals out the samples, an `AdaptiveDataParallel` weighs
 gradients, and a clock steps the scheduler. They set in the accelerator which micro-batch completes
 a step, so `accelerator.accumulate`, `sync_gradients` and `clip_grad_norm_` refer to the step at any
-batch size and any number of processes.
+batch size and any number of processes. With an FSDP plugin of version 2 Accelerate shards the model
+(`accelerate_sharded`).
 """
 
 from __future__ import annotations
@@ -19,19 +20,27 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from resilin.compat import accelerate_names
 from resilin.core.rules import ScalingRule
+from resilin.integrations.accelerate_sharded import (
+    refuse_kind,
+    shard,
+    sharded_methods,
+)
 from resilin.integrations.folders import load_state, read_state, save_state
 from resilin.telemetry.extras import load
-from resilin.training.bridge.home import Home
+from resilin.training.bridge.home import Home, refuse_live_framework, refuse_sharded
 from resilin.training.bridge.placed_loader import PlacedLoader
 from resilin.training.bridge.readout import read_out
 from resilin.training.gates.patch import Patch
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
 
+refuse_live_framework()
+
 __all__ = ["ElasticLoader", "SteppedByClock", "prepare", "read_out"]
 
 _utils: Any = load("accelerate.utils", "hf", "resilin.integrations.accelerate")
 _accelerate_optimizer: Any = load("accelerate.optimizer", "hf", "resilin.integrations.accelerate")
+_accelerate_scheduler: Any = load("accelerate.scheduler", "hf", "resilin.integrations.accelerate")
 
 
 def prepare(
@@ -72,13 +81,18 @@ def prepare(
     optimizer = _only("optimizer", Optimizer, things)
     loader = _only("AdaptiveDataLoader", AdaptiveDataLoader, things)
     scheduler = _only("scheduler", LRScheduler, things, optional=True)
+    if any(isinstance(each, _accelerate_scheduler.AcceleratedScheduler) for each in things):
+        raise ValueError(
+            "the scheduler is an AcceleratedScheduler already, which steps once per process: pass "
+            "the scheduler that accelerator.prepare() was given"
+        )
     by_loop = scheduler is not None and not accelerator.step_scheduler_with_optimizer
     if by_loop and schedule_by != "user":
         raise ValueError(
             "step_scheduler_with_optimizer (False) leaves the scheduler to the loop: schedule_by "
             f"({schedule_by!r}) must be 'user'"
         )
-    wrapped, shown = wrap(
+    wrapped, stepped, shown = wrap(
         accelerator,
         model,
         optimizer,
@@ -97,7 +111,7 @@ def prepare(
         accelerate_names.add_scheduler(accelerator, shown)
     ours = {
         id(model): wrapped,
-        id(optimizer): accelerator.prepare_optimizer(bare_optimizer(optimizer)),
+        id(optimizer): accelerator.prepare_optimizer(stepped),
         id(loader): ElasticLoader(loader, accelerator),
         id(scheduler): shown,
     }
@@ -124,17 +138,7 @@ def refuse(accelerator: Any) -> None:
         MissingNameError: This version of Accelerate lacks a name that resilin needs.
     """
     accelerate_names.check(accelerator)
-    kind = accelerator.distributed_type.value
-    if kind != "NO" and not kind.startswith("MULTI_"):
-        raise ValueError(
-            f"distributed_type ({kind}) shards the model; an elastic step needs one whole model "
-            "per process: NO or MULTI_..."
-        )
-    if accelerator.parallelism_config is not None:
-        raise ValueError(
-            f"parallelism_config ({accelerator.parallelism_config}) must be None: each process is "
-            "a replica"
-        )
+    refuse_kind(accelerator)
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
             f"gradient_accumulation_steps ({accelerator.gradient_accumulation_steps}) must be 1: "
@@ -154,8 +158,10 @@ def refuse(accelerator: Any) -> None:
 
 def wrap(
     accelerator: Any, model: nn.Module, optimizer: Optimizer, scheduler: Any, **adaptive: Any
-) -> tuple[AdaptiveDataParallel, Any]:
+) -> tuple[AdaptiveDataParallel, Any, Any]:
     """Wrap a model that the accelerator has not seen, and connect the accelerator to its step.
+
+    With FSDP2, the accelerator shards the model before.
 
     Args:
         accelerator: The Accelerator.
@@ -165,7 +171,8 @@ def wrap(
         **adaptive: Arguments of `AdaptiveDataParallel`.
 
     Returns:
-        The model, and the scheduler as the loop should see it.
+        The model, the optimizer (which the accelerator has prepared if it shards), and the
+        scheduler as the loop should see it.
 
     Raises:
         ValueError: The model is wrapped already.
@@ -177,8 +184,13 @@ def wrap(
         )
     handler = accelerator.ddp_handler
     ddp = {} if handler is None else handler.to_kwargs()
-    prepared = accelerator.prepare_model(model, evaluation_mode=True)
-    accelerate_names.mark_prepared(prepared)
+    if accelerator.is_fsdp2:
+        prepared, stepped = shard(accelerator, model, optimizer)
+    else:
+        refuse_sharded(model, "let Accelerate shard it, with fsdp_version=2 in its FSDP plugin")
+        prepared = accelerator.prepare_model(model, evaluation_mode=True)
+        accelerate_names.mark_prepared(prepared)
+        stepped = bare_optimizer(optimizer)
     if scheduler is None:
         adaptive["schedule_by"] = "user"
     wrapped = AdaptiveDataParallel(
@@ -190,8 +202,8 @@ def wrap(
     )
     wrapped.add_gate(_connect(accelerator, wrapped))
     if scheduler is None or adaptive["schedule_by"] == "user":
-        return wrapped, scheduler
-    return wrapped, SteppedByClock(scheduler)
+        return wrapped, stepped, scheduler
+    return wrapped, stepped, SteppedByClock(scheduler)
 
 
 def bare_optimizer(optimizer: Any) -> Optimizer:
@@ -222,6 +234,8 @@ def _connect(accelerator: Any, trained: AdaptiveDataParallel) -> Patch:
         if math.isinf(max_norm):
             # The caller wants the norm alone.
             with trained.change_gradient():
+                if accelerator.is_fsdp2:
+                    return Home().clip(max_norm, norm_type)
                 return kind.clip_grad_norm_(accelerator, listed, max_norm, norm_type)
         accelerator.unscale_gradients()
         return trained.clip_grad_norm_(max_norm, norm_type)
@@ -253,6 +267,7 @@ def _connect(accelerator: Any, trained: AdaptiveDataParallel) -> Patch:
             "clip_grad_norm_": clip_grad_norm_,
             "clip_grad_value_": clip_grad_value_,
             "skip_first_batches": skip_first_batches,
+            **(sharded_methods(accelerator, trained) if accelerator.is_fsdp2 else {}),
             accelerate_names.SYNC: lambda: update_sync(accelerator),
         },
     )

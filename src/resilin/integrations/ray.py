@@ -3,6 +3,7 @@
 The loop is the user's: `resilin.init_process_group()` finds the process group of `TorchTrainer`,
 and `resilin.engine.ray` knows the workers. This module adds two functions: `storage` keeps
 checkpoints of resilin where Ray keeps the run, and `report` reports metrics of resilin to Ray.
+A third one, `run_live`, runs a function on actors of Ray without Ray Train, and restarts nobody.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from resilin.compat import ray_names
+from resilin.integrations.ray_live import run_live
 from resilin.telemetry.extras import load
 from resilin.telemetry.tensorboard import PREFIX
 from resilin.training.bridge.readout import read_out
 
-__all__ = ["report", "storage"]
+__all__ = ["report", "run_live", "storage"]
 
 _train: Any = load("ray.train", "ray", "resilin.integrations.ray")
 ray_names.check()

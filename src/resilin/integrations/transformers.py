@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 
 from resilin.compat import transformers_names
 from resilin.core.rules import ScalingRule
@@ -26,6 +27,7 @@ from resilin.integrations.trainer_data import ORDERS, DataSettings, ElasticData
 from resilin.integrations.trainer_progress import ReferenceRun
 from resilin.integrations.trainer_state import TRAINER_PARTS, TrainerPart
 from resilin.telemetry.extras import load
+from resilin.training.bridge.carried import own_step
 from resilin.training.bridge.home import Home
 from resilin.training.lifecycle import start
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
@@ -63,7 +65,9 @@ class ElasticTrainerMixin(ElasticData):
         MissingNameError: This version of Transformers lacks a name that resilin needs.
     """
 
+    model: Any
     optimizer: Any
+    is_fsdp_enabled: bool
     state: Any
     control: Any
 
@@ -252,9 +256,14 @@ class ElasticTrainerMixin(ElasticData):
         self._made_scheduler = self.lr_scheduler is None
         self.create_scheduler(num_training_steps=max_steps)
         transformers_names.keep_scheduler(self)
-        self.model_wrapped, self.lr_scheduler = accelerate.wrap(
+        wrapped, self.optimizer, self.lr_scheduler = accelerate.wrap(
             self.accelerator, self.model, self.optimizer, self.lr_scheduler, **self._adaptive
         )
+        self.model_wrapped = wrapped
+        if self.is_fsdp_enabled:
+            self.model = wrapped.module
+            if hasattr(self.model, "generate"):
+                fsdp.register_fsdp_forward_method(self.model, "generate")
 
     def around_preparation(
         self,
@@ -266,11 +275,25 @@ class ElasticTrainerMixin(ElasticData):
         """Prepare the parts; a checkpoint is not loaded over the newer state of the job."""
         assert self._part is not None
         checkpoint = None if self._part.resumes else resume_from_checkpoint
-        return stock(max_steps, train_dataloader, checkpoint)
+        if not self.is_fsdp_enabled:
+            return stock(max_steps, train_dataloader, checkpoint)
+        # The Trainer would take the wrapped model for the sharded one, and save and load that.
+        self.is_fsdp_enabled = False
+        try:
+            prepared = stock(max_steps, train_dataloader, None)
+        finally:
+            self.is_fsdp_enabled = True
+        if checkpoint is not None:
+            transformers_names.load_weights(self, checkpoint)
+            with own_step(accelerate.bare_optimizer(self.optimizer), loads=True):
+                transformers_names.load_optimizer(self, checkpoint)
+        return prepared
 
     def around_saving(self, stock: Callable[..., Any], output_dir: str) -> None:
         """Save the state of the job in the checkpoint folder as well."""
-        stock(output_dir)
+        with own_step(accelerate.bare_optimizer(self.optimizer), loads=False):
+            # Where there is no state yet, that of a sharded model is made by a step of zeros.
+            stock(output_dir)
         save_state(output_dir, *TRAINER_PARTS, write=self.args.should_save)
 
     def around_end(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from resilin.engine.collectives import Wait, wait_for
+
 
 class Voter(Protocol):
     """Takes part in the ballot of each step, and acts on its outcome."""
@@ -62,10 +64,21 @@ class Ballot:
 
     Args:
         voters: Who takes part, in the same order on all replicas; may change between steps.
+        wait: Waits for the reduction.
+        processes_per_replica: Processes that send the same numbers, those of one replica: sums are
+            divided by it, so that each replica counts once.
     """
 
-    def __init__(self, voters: Sequence[Voter]) -> None:
+    def __init__(
+        self,
+        voters: Sequence[Voter],
+        wait: Wait = wait_for,
+        *,
+        processes_per_replica: int = 1,
+    ) -> None:
         self._voters = voters
+        self._wait = wait
+        self._per_replica = processes_per_replica
         self.forget()
 
     def forget(self) -> None:
@@ -102,16 +115,19 @@ class Ballot:
         """Waits for the ballots of all replicas, and returns the sums of their heads.
 
         Raises:
+            PeerLost: One of them is gone.
             RuntimeError: Replicas do not make the same step.
         """
         if self._sums is None:
             assert self._work is not None
             assert self._head is not None
             assert self.sent is not None
-            self._work.wait()
+            self._wait(self._work)
             numbers: list[float] = self.sent.tolist()
+            check(self._head, Head(*numbers[:_LENGTH]), dist.get_world_size(self._group))
+            if self._per_replica > 1:
+                numbers = [number / self._per_replica for number in numbers]
             self._sums, self._votes = Head(*numbers[:_LENGTH]), numbers[_LENGTH:]
-            check(self._head, self._sums, dist.get_world_size(self._group))
         return self._sums
 
     def count(self) -> None:

@@ -21,6 +21,7 @@ from resilin.training.model import TrainedModel
 from resilin.training.records import MicroBatch
 from resilin.training.report.recorder import Recorder
 from resilin.training.sizing.autoscale import Autoscaler
+from resilin.training.state.live import LiveState
 from resilin.training.state.randomness import RandomStates
 from resilin.training.state.recovery import Recovery
 from resilin.training.state.registry import Registry
@@ -31,7 +32,10 @@ from resilin.training.timeline import Timeline
 
 @dataclass(slots=True)
 class Job:
-    """The parts of one training job."""
+    """The parts of one training job.
+
+    Many attributes: it is the one place where they meet, and does nothing itself.
+    """
 
     timeline: Timeline = field(default_factory=Timeline)
     """Progress of the job."""
@@ -47,6 +51,8 @@ class Job:
     """Settings of its state, if the script sets any."""
     recovery: Recovery | None = None
     """Keeps and restores that state; None until the job has started."""
+    live: LiveState | None = None
+    """Follows changes of members without a restart; None where each change restarts the job."""
     random: RandomStates | None = None
     """The random generators of this replica; None until the job has started."""
     recorder: Recorder | None = None

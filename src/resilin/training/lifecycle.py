@@ -10,13 +10,19 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from resilin.core.hang import Phase
 from resilin.core.membership import Membership
 from resilin.engine import environment, lost
+from resilin.engine.changes import Changes
+from resilin.training.gradient.step import StepGradient
 from resilin.training.job import Job
 from resilin.training.model import TrainedModel
 from resilin.training.records import StepOutcome
 from resilin.training.report.recorder import Recorder, log_directory
+from resilin.training.state.body import Body
+from resilin.training.state.live import LiveState, Parts
 from resilin.training.state.randomness import NAME, RandomStates
 from resilin.training.state.recovery import Recovery
 from resilin.training.state.settings import from_environment
@@ -85,10 +91,27 @@ def _recovery(job: Job) -> Recovery:
         close_log=close_log,
         flush_log=flush_log,
     )
-    recovery.start()
+    if job.live is None:
+        recovery.start()
+    else:
+        job.live.start(recovery, close_log)
+        job.voters.append(job.live)
     if recovery.active:
         job.voters.append(recovery)
     return recovery
+
+
+def _live(job: Job, changes: Changes) -> LiveState:
+    """Follows changes of members, in a job that none of them restarts."""
+
+    def module() -> nn.Module | None:
+        return None if job.trained is None else job.model.module
+
+    def gradient() -> StepGradient | None:
+        return None if job.trained is None else job.trained.gradient
+
+    body = Body(job.registry, module)
+    return LiveState(Parts(job.engine, job.registry, job.timeline, body, gradient), changes)
 
 
 def start(job: Job) -> Recovery:
@@ -99,6 +122,8 @@ def start(job: Job) -> Recovery:
             lost.shorten_traceback(job.engine.membership.replica)
         job.random = RandomStates(job.timeline, job.engine)
         job.registry.add_own(NAME, job.random)
+        if job.engine.changes is not None:
+            job.live = _live(job, job.engine.changes)
         job.recovery = _recovery(job)
         job.recorder = Recorder(
             job.timeline,
@@ -108,6 +133,8 @@ def start(job: Job) -> Recovery:
             directory=log_directory(job.events, job.state_settings),
             resumed=job.recovery.resumed_from,
         )
+        if job.live is not None:
+            job.live.report = job.recorder.reformed
         if job.engine.pulse.shown:
             _show(job)
     job.recovery.listen()
@@ -137,6 +164,8 @@ def begin_step(job: Job, asked_by: object = None) -> Membership:
     job.timer.begin()
     recorder.step_begins()
     job.engine.pulse.begin_step()
+    if job.live is not None and begins:
+        job.live.step_begins()
     return membership
 
 
@@ -178,7 +207,12 @@ def commit_step(job: Job, outcome: StepOutcome) -> None:
     if outcome is StepOutcome.FAILED:
         model.fail_step()
         reissued = job.iterations.fail()
-        logger.warning(
+        if job.live is not None:
+            job.live.step_lost()
+        # A member that is lost is reported by the launcher, and the step is not lost.
+        level = logging.DEBUG if job.live is not None and reissued else logging.WARNING
+        logger.log(
+            level,
             "step %d failed: not all replicas took part in it. %s",
             timeline.clock.steps,
             "It is issued again" if reissued else "Its loader cannot issue its samples again",
@@ -190,12 +224,29 @@ def commit_step(job: Job, outcome: StepOutcome) -> None:
     before = model.read_schedule()
     plan = job.iterations.plan
     timeline.clock, timeline.last_step = model.advance(timeline.clock, plan)
+    timeline.committed_in = job.engine.membership.generation
+    job.engine.committed()
     if job.recorder is not None:
         samples = timeline.last_step.samples
         job.recorder.committed(model.scaling, model.optimizer, samples, plan)
     model.end_step()
     job.iterations.commit()
     model.advance_schedule(before)
+
+
+def end_lost_step(job: Job) -> None:
+    """Ends a step that was lost with a member, when the loop asks for what follows it."""
+    if job.trained is not None and job.trained.gradient.step.lost:
+        commit_step(job, StepOutcome.FAILED)
+
+
+def end_pass(job: Job) -> None:
+    """Ends a pass over the data for all replicas: none leaves it while another lacks its last step.
+
+    What a script does after it, such as a step of a scheduler, must not be done twice.
+    """
+    if job.live is not None:
+        job.engine.ask(lambda members: members.gather(None), between_steps=True)
 
 
 def end_epoch(job: Job, asked_by: object = None) -> None:

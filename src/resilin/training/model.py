@@ -195,6 +195,9 @@ class TrainedModel:
 
     def leave_step(self) -> None:
         """Called when the loop, here or on another replica, has abandoned the step."""
+        if self.gradient.step.lost:
+            self._ends.commit_step(StepOutcome.FAILED)
+            return
         self.gradient.step.leave()
         self._ends.commit_step(StepOutcome.SKIPPED)
 
@@ -262,3 +265,6 @@ class TrainedModel:
     def end_body(self) -> None:
         """The loop body of a step is over, or that of one that was given up."""
         self._gate.schedulers.settle(given_up=self.gradient.step.pending or self._failed)
+        # Others may have made the step, and given it to this replica: it is not issued again then,
+        # and what the loop does next belongs to no failed step.
+        self._failed = False

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -28,7 +29,7 @@ from resilin.training.ballot import Ballot
 from resilin.training.gates.patch import Removable
 from resilin.training.gates.scaler import calling_scaler
 from resilin.training.gates.scheduler import ClockedScheduler
-from resilin.training.gradient.arguments import check_model
+from resilin.training.gradient.arguments import check_model, divide_replicas
 from resilin.training.gradient.flow import StepCalls, StepFlow
 from resilin.training.gradient.norms import GroupNorms
 from resilin.training.gradient.records import Part, StepStart
@@ -49,6 +50,8 @@ ScheduleBy = Literal["user", "rule", "samples", "tokens", "progress"]
 
 class AdaptiveDataParallel(nn.Module):
     """A data-parallel model whose optimizer follows the batch size.
+
+    Long: all that a script can ask a model is here, with its documentation.
 
     Wrap the model after its optimizer (and scheduler) were made; the loop stays as it was. Within
     an `AdaptiveDataLoader` the model knows the split of each step; with any other loader it reads
@@ -76,6 +79,8 @@ class AdaptiveDataParallel(nn.Module):
         stats_budget: Time for measuring, as a fraction of the step, under `auto`; None takes 0.01.
         tokens_per_step: Tokens in one reference step, for the `tokens` clock.
         cross_check: Steps between two comparisons of all replicas; `auto`, `off`: `divergence`.
+        mesh: The data-parallel mesh of a model that is sharded with `fully_shard`, where it cannot
+            be derived from the parameters: other processes then work on the same data.
         **ddp_kwargs: Passed on to DistributedDataParallel, such as `find_unused_parameters`;
             `static_graph` is refused, and a `bucket_cap_mb` below 1 for a compiled module.
     """
@@ -94,6 +99,7 @@ class AdaptiveDataParallel(nn.Module):
         stats_budget: float | None = None,
         tokens_per_step: float | None = None,
         cross_check: CrossCheck = "auto",
+        mesh: DeviceMesh | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__()
@@ -104,6 +110,9 @@ class AdaptiveDataParallel(nn.Module):
         job = self.job = current_job()
         """The job that trains this model."""
         check_model(model, ddp_kwargs, taken=job.trained is not None)
+        sharding = divide_replicas(
+            model, optimizer, mesh, ddp_kwargs, job.engine, scaled=scaler is not None
+        )
         chosen = choose_rule(overrides.rule() or rule, optimizer)
         self.module = model
         self.optimizer = optimizer
@@ -125,13 +134,15 @@ class AdaptiveDataParallel(nn.Module):
             cross_check,
             lambda: decided_by(self.optimizer, self.scale, self.gain, self.factors),
         )
-        ballot = Ballot(job.voters)
+        per_replica = job.engine.processes_per_replica
+        ballot = Ballot(job.voters, job.engine.wait, processes_per_replica=per_replica)
         self._gradient = StepGradient(
             model,
             GroupNorms(optimizer, model.parameters()),
             ddp_kwargs,
             job.engine,
             ballot,
+            sharding,
         )
         calls = StepCalls(
             begin=lambda: begin_step(job),
@@ -345,4 +356,4 @@ class AdaptiveDataParallel(nn.Module):
         self._trained.prepare()
         threshold = clip_threshold(max_norm, self.gain, policy)
         with self.change_gradient():
-            return torch.nn.utils.clip_grad_norm_(self.module.parameters(), threshold, norm_type)
+            return self._gradient.clip(threshold, norm_type)

@@ -8,7 +8,7 @@ and not before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -23,7 +23,14 @@ from resilin.training.data.cursor import Cursor, FormerNames, LoaderName
 from resilin.training.data.fetching import Fetcher
 from resilin.training.data.iteration import Iteration
 from resilin.training.job import Job
-from resilin.training.lifecycle import begin_step, end_epoch, leave_out_pass, start
+from resilin.training.lifecycle import (
+    begin_step,
+    end_epoch,
+    end_lost_step,
+    end_pass,
+    leave_out_pass,
+    start,
+)
 from resilin.training.records import MicroBatch
 from resilin.training.sizing.batch_size import PARTS, BatchSizes
 
@@ -32,6 +39,8 @@ logger = logging.getLogger("resilin")
 
 class Passes:
     """The passes of one loader.
+
+    Long: a pass is told from its first batch to its last, in one place.
 
     Args:
         job: The job that the loader belongs to.
@@ -163,9 +172,14 @@ class Passes:
             if current.moves and self._join(membership):
                 current.membership, current.owners = membership, self.cursor.deal(membership)
                 current.position = self.cursor.position
+                if self.is_over(current, current.position):
+                    continue  # others have committed the step that was lost here
+            if current.training and not self._sizes.memory.agree():
+                continue
             batch_size = self._sizes.now()
             span = self._batches.span(current.position, batch_size)
             yield from self._step(current, span, batch_size)
+            end_lost_step(job)
             if current.closed:
                 raise RuntimeError(
                     f"this iteration over {self._name.text!r} was asked for a batch after a later "
@@ -176,6 +190,8 @@ class Passes:
             if current.training:
                 job.iterations.commit_zipped(current)
             current.advance(span.stop)
+        if current.training:
+            end_pass(job)
         if current.moves and self._goal(current) is None:
             # After a tail that was dropped.
             current.advance(max(current.position, current.data_end))
@@ -210,13 +226,14 @@ class Passes:
         training, self.iteration = current.training, current
         if training:
             job.timeline.reference = self._batches.reference
-            sizing.memory.agree()
         plan = current.plan = sizing.plan(len(span), batch_size, training=training)
         sizing.begin_step(plan, whole=training and len(span) == batch_size)
         mine = current.owners.positions(current.membership.replica, span)
         slot = current.owners.slot(current.membership.replica, span.start)
         sizes = self._split(plan, batch_size).micro_batches(slot)
         if not training:
+            if job.trained is not None and job.trained.gradient.collective:
+                _check_evaluation(plan)
             # Only a step of training needs every replica in every micro-batch.
             sizes = tuple(size for size in sizes if size)
         common: dict[str, Any] = {
@@ -301,6 +318,7 @@ class Passes:
         job.registry.add(name.text, self.cursor, ages=False, former=former.cursor)
         self.cursor.use(name, stream, job.epoch, made_within=name.made_within)
         parts = self._sizes.take_part(self.cursor, job.voters, made_within=name.made_within)
+        _check_sizing(parts, job.engine.membership)
         job.autoscaler, job.sized_by_noise = self._sizes.autoscaler, bool(parts)
         for part in PARTS:
             state = f"{name.text}/{part}"
@@ -317,10 +335,9 @@ class Passes:
             self._latest.advance(self._latest.span.stop)
 
     def _join(self, membership: Membership) -> bool:
-        """Drops what was fetched ahead, if the replicas have changed or the cursor was restored.
+        """Drops what was fetched ahead if the replicas have changed, or the cursor was restored.
 
-        Returns:
-            Whether they have: then positions have to be dealt out, from the committed cursor on.
+        Returns whether: then positions have to be dealt out, from the committed cursor on.
         """
         present = (membership, self.cursor.num_loads)
         if self._joined == present:
@@ -328,6 +345,36 @@ class Passes:
         self._joined = present
         self.fetcher.begin(self.cursor.position)
         return True
+
+
+def _check_evaluation(plan: BatchPlan) -> None:
+    """Refuses a batch that leaves a replica out while the others call a sharded model.
+
+    Raises:
+        ValueError: It has fewer samples than there are micro-batches on all replicas.
+    """
+    samples, replicas = plan.global_batch_size, plan.replicas
+    if samples // replicas < plan.steps:
+        raise ValueError(
+            f"an evaluation batch of {samples} samples leaves out some of {replicas} replicas, in "
+            f"one of {plan.steps} micro-batches each, and a forward pass of a sharded model needs "
+            "all of them: take drop_last=True, or a dataset whose remainder has a sample for each"
+        )
+
+
+def _check_sizing(parts: Collection[str], membership: Membership) -> None:
+    """Refuses batch sizes that follow the noise where a replica has several processes.
+
+    Raises:
+        ValueError: There are such sizes: each process of replica 0 would propose one.
+    """
+    processes, replicas = membership.num_processes, membership.num_replicas
+    if parts and processes > replicas:
+        raise ValueError(
+            f"a batch size that follows the noise ({', '.join(sorted(parts))}) is not supported "
+            f"under tensor parallelism, and {processes} processes form {replicas} replicas: set "
+            "the batch size with set_batch_size()"
+        )
 
 
 def _end_script(job: Job, stop_at: int | None) -> None:

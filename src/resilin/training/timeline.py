@@ -18,6 +18,8 @@ class Timeline:
     """Steps, samples, tokens and progress committed so far."""
     epoch: int = 0
     """Completed epochs of the user's loop."""
+    committed_in: int = 0
+    """The generation that committed the last step, or began the job."""
     total_epochs: int | None = None
     """Number of epochs in the whole job; None until `remaining_epochs_until` was called."""
     epoch_is_new: bool = False

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import resilin
 from resilin.core.noise import Noise
 from resilin.training.gradient.norms import GroupNorms
-from tests.replicas import replica
+from tests.replicas import both_reducers, on_replicas, replica
 
 REFERENCE = 8
 
@@ -66,9 +66,7 @@ def run(model, loader, steps):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-@pytest.mark.parametrize(
-    "world", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2, 4)]
-)
+@on_replicas(1, 2, buckets=(2,))
 def test_the_gain_agrees_with_per_sample_gradients(world, optimizer):
     data = make_data()
     model = make(optimizer, stats_every=1)
@@ -123,6 +121,7 @@ def test_one_replica_without_accumulation_runs_an_occasional_step_in_halves():
 
 
 @pytest.mark.world_size(3)
+@both_reducers
 def test_replicas_of_unequal_pace_agree_on_which_steps_to_measure():
     # If they did not, their collectives would not match: an abort or a hang.
     data = make_data(2048)
@@ -152,6 +151,7 @@ def test_static_rules_measure_nothing_unless_asked():
 
 
 @pytest.mark.world_size(2)
+@both_reducers
 def test_loss_scaling_does_not_reach_the_noise():
     data, noises = make_data(512), []
     for scale in (1.0, 2.0**12):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import resilin
-from tests.replicas import num_replicas
+from tests.replicas import both_reducers, num_replicas
 
 D = torch.float64
 STEPS, SECONDS = 6, 60.0
@@ -52,6 +52,7 @@ def last_layer_gradient(module, x, y):
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("bucket_cap_mb", [0.0005, 25])
+@both_reducers
 def test_the_last_layer_is_reduced_while_the_backward_pass_is_at_the_first(bucket_cap_mb):
     several = bucket_cap_mb < 1
     net = Stopped()

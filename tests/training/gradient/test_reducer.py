@@ -15,7 +15,14 @@ from resilin.training.gradient.records import Part, StepStart
 from resilin.training.gradient.reducer import Model, agree_on_source
 from resilin.training.gradient.reducer_choice import choose
 from resilin.training.gradient.step import StepGradient
-from tests.replicas import assert_identical, gathered, num_replicas, replica
+from tests.replicas import (
+    assert_identical,
+    both_reducers,
+    gathered,
+    num_replicas,
+    on_replicas,
+    replica,
+)
 
 D = torch.float64
 START = StepStart(measure=True, step_seconds=1.0, steps=3)
@@ -32,6 +39,17 @@ class Members:
 
     def host_group(self):
         return self.group
+
+    def wait(self, work):
+        work.wait()
+
+    def all_took_part(self, here):
+        return here
+
+    def refused(self, error):
+        return error
+
+    live = False
 
 
 def network(fill=None, width=3):
@@ -96,6 +114,7 @@ def test_replicas_with_different_models_are_refused():
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("source", [0, 1, None])
+@both_reducers
 def test_attaching_copies_from_the_source_and_from_nobody_else(source):
     net = network(fill=float(replica() + 1))
     # Not contiguous, complex and empty ones, too.
@@ -116,6 +135,7 @@ def test_attaching_copies_from_the_source_and_from_nobody_else(source):
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("survivor", [0, 1])
+@both_reducers
 def test_a_replica_that_joins_does_not_overwrite_those_that_were_there(survivor):
     torch.manual_seed(0)
     x, y = torch.randn(6, 4, dtype=D), torch.randn(6, 2, dtype=D)
@@ -151,17 +171,18 @@ def test_a_replica_that_joins_does_not_overwrite_those_that_were_there(survivor)
 
 
 @pytest.mark.world_size(2)
-def test_other_trained_parameters_attach_anew_without_copying(monkeypatch):
+@both_reducers
+def test_other_trained_parameters_attach_anew_without_copying(monkeypatch, reducer):
     net = network()
     gradient = gradient_of(net, Members(dist.group.WORLD))
     sources = []
-    attach = DdpReducer.attach
+    attach = reducer.attach
 
     def spied(self, group, *, source):
         sources.append(source)
         attach(self, group, source=source)
 
-    monkeypatch.setattr(DdpReducer, "attach", spied)
+    monkeypatch.setattr(reducer, "attach", spied)
     x = torch.randn(3, 4, dtype=D)
     for frozen in (False, False, True, True):
         net[0].weight.requires_grad_(not frozen)
@@ -173,9 +194,9 @@ def test_other_trained_parameters_attach_anew_without_copying(monkeypatch):
     assert_identical(flat(net))
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
+@on_replicas(1, 2, buckets=(2, 3))
 @pytest.mark.parametrize("measure", [False, True])
-def test_two_backward_passes_of_a_micro_batch_count_by_its_weight(replicas, measure):
+def test_two_backward_passes_of_a_micro_batch_count_by_its_weight(world, measure):
     # Those of weight 0 must not count at all, and those of a tiny weight by as much.
     torch.manual_seed(1)
     net, plain = nn.Linear(4, 1).to(D), nn.Linear(4, 1).to(D)
@@ -188,11 +209,11 @@ def test_two_backward_passes_of_a_micro_batch_count_by_its_weight(replicas, meas
         for w, x in zip(weights, xs, strict=True)
     )
     loss.backward()
-    gradient = gradient_of(net, Members(dist.group.WORLD if replicas > 1 else None))
+    gradient = gradient_of(net, Members(dist.group.WORLD if world > 1 else None))
     start = StepStart(measure=measure, step_seconds=1.0, steps=0)
     for index, (weight, x) in enumerate(zip(weights, xs, strict=True)):
         last = index == len(weights) - 1
-        gradient.begin(part(weight, last=last, total=replicas * total), None if index else start)
+        gradient.begin(part(weight, last=last, total=world * total), None if index else start)
         out = gradient.forward(x)
         if last:
             (out.square().mean() + out.mean()).backward()

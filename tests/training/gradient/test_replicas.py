@@ -12,15 +12,21 @@ from torch.utils.data import TensorDataset
 
 import resilin
 from resilin.core.stream import SampleStream
-from resilin.training.gradient import ddp
-from tests.replicas import assert_identical, gathered, num_replicas, replica
+from resilin.training.gradient import buckets, ddp
+from resilin.training.gradient.norms import total
+from tests.replicas import (
+    assert_identical,
+    both_reducers,
+    gathered,
+    num_replicas,
+    on_replicas,
+    replica,
+)
 
 D = torch.float64
 SMALL_BUCKETS = {"bucket_cap_mb": 0.0005}
 
-worlds = pytest.mark.parametrize(
-    "world", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (2, 3)]
-)
+worlds = on_replicas(2, 3)
 
 
 def data(n=96):
@@ -84,12 +90,11 @@ class Whole:
 @worlds
 def test_norms_noise_and_gain_are_the_same_bits_with_any_number_of_buckets(world, monkeypatch):
     # Each machine may add up in its own way: here replicas differ in the last bits on purpose.
-    own = ddp._total
-
     def slightly_off(norms):
-        return own(norms) * (1 + 2**-40 * replica())
+        return total(norms) * (1 + 2**-40 * replica())
 
-    monkeypatch.setattr(ddp, "_total", slightly_off)
+    for module in (ddp, buckets):
+        monkeypatch.setattr(module, "total", slightly_off)
     found = {}
     for cap in (1000.0, 0.0005):
         resilin.reset_job()
@@ -245,6 +250,7 @@ def test_alone_a_step_without_its_last_micro_batch_is_left():
 
 
 @pytest.mark.world_size(2)
+@both_reducers
 def test_replicas_that_make_different_steps_are_told():
     _, optimizer, model = make()
 
@@ -263,6 +269,7 @@ def test_replicas_that_make_different_steps_are_told():
 
 
 @pytest.mark.world_size(2)
+@both_reducers
 def test_weights_on_one_replica_only_are_refused():
     _, _, model = make()
     batches = iter(loader(max_local_bsz=12))
@@ -277,6 +284,7 @@ def test_weights_on_one_replica_only_are_refused():
 
 
 @pytest.mark.world_size(2)
+@both_reducers
 def test_token_weights_in_half_precision():
     net = nn.Linear(1, 1, bias=False).half()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
@@ -426,6 +434,7 @@ def test_a_scaler_skips_a_step_on_all_replicas(world):
 
 
 @pytest.mark.world_size(2)
+@both_reducers
 def test_a_scaler_counts_no_step_that_was_left():
     net = deep()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

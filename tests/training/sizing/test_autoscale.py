@@ -109,7 +109,7 @@ def decisions(live):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_price_per_step_raises_the_batch_and_a_price_per_sample_lowers_it():
     live = Live()
     run_until(live, lambda size: size >= 2.5 * REFERENCE, per_step=0.03)

@@ -30,7 +30,7 @@ def life(folder, policy, *, replicas, epochs):
     return noted["sizes"], noted["next"]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("policy", ["schedule", "ramp", "cap"])
 def test_the_size_of_two_replicas_is_continued_by_one(tmp_path, policy):
     first, then = life(tmp_path, policy, replicas=2, epochs=1)

@@ -366,7 +366,7 @@ def test_what_a_process_leaves_that_ends_while_its_thread_writes(tmp_path, where
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert result.returncode == (1 if where == "raise" else -signal.SIGKILL), result.stderr

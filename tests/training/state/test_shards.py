@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from resilin.core.placement import Placement
+from resilin.engine.base import Engine
 from resilin.training.state.memory import MemoryCopies, Place
-from resilin.training.state.placement import Placement, Split, is_covered
+from resilin.training.state.offers import Table
 from resilin.training.state.registry import Registry
 from resilin.training.state.shards import Assembly, Shard, Sharded, own_pieces, shares
 from resilin.training.state.snapshot import Snapshot, Version, join, split
@@ -152,9 +154,13 @@ def test_a_host_gives_back_the_pieces_of_all_its_processes(directory):
     assert [shard.placement for shard in shards] == [shard.placement for shard in expected]
     for found, shard in zip(shards, expected, strict=True):
         assert torch.equal(found.data, shard.data)
-    assert copies.split(NOW) == {
-        "part.weight": Split((5, 4), tuple(shard.placement for shard in expected))
-    }
+    offer = copies.offer(NOW)
+    assert offer.shapes == {"part.weight": (5, 4)}
+    assert [each.placement for each in offer.pieces] == [shard.placement for shard in expected]
+    regions = [(2, (slice(0, 1), slice(1, 3))), (0, (slice(1, 2), slice(0, 4)))]
+    found = offer.provider(regions)
+    assert torch.equal(found[0], FULL[4:5, 1:3])
+    assert torch.equal(found[1], FULL[1:2])
 
 
 def test_a_copy_counts_only_if_the_pieces_of_all_hosts_are_the_whole(tmp_path):
@@ -164,22 +170,28 @@ def test_a_copy_counts_only_if_the_pieces_of_all_hosts_are_the_whole(tmp_path):
         directory.mkdir(mode=0o700)
         keep(directory, *held, host=host, first=2 * host)
         hosts.append(MemoryCopies(directory))
-    tables = [copies.split(NOW) for copies in hosts]
-    assert is_covered(tables)
-    assert not is_covered(tables[:1])
+    assert missing(hosts) == ""
+    assert "has 20 elements, and its pieces have 12" in missing(hosts[:1])
     # A process dies in its copy: its neighbour has its share of what is whole, but no pieces.
     next(tmp_path.glob("1/0-1-1-1-*")).unlink()
     assert hosts[1].versions() == [NOW]
-    assert not is_covered([copies.split(NOW) for copies in hosts])
+    assert "has 20 elements, and its pieces have 16" in missing(hosts)
     # A host that has none of the pieces of a tensor says so.
     for path in tmp_path.glob("1/0-1-0-0-*"):
         path.unlink()
-    assert hosts[1].split(NOW) == {"part.weight": Split((5, 4), ())}
+    assert hosts[1].offer(NOW).shapes == {"part.weight": (5, 4)}
+    assert hosts[1].offer(NOW).pieces == []
 
 
-def test_records_travel_as_json():
-    table = Split((5, 4), (rows(0, 2).placement, rows(4, 5).placement))
-    assert Split.from_json(table.to_json()) == table
+def missing(hosts):
+    """What the tables of one process per host lack, together."""
+    tables = [Table.gather(Engine(), copies.offer(NOW)) for copies in hosts]
+    whole = Table({}, {}, {}, {})
+    for table in tables:
+        whole.shapes.update(table.shapes)
+        for name, pieces in table.pieces.items():
+            whole.pieces.setdefault(name, {}).update(pieces)
+    return whole.missing()
 
 
 def test_a_copy_of_whole_tensors_has_no_trace_of_it(directory):
@@ -189,5 +201,6 @@ def test_a_copy_of_whole_tensors_has_no_trace_of_it(directory):
     whole.tensors["job.weight"] = FULL
     copies = MemoryCopies(directory)
     copies.keep(whole, {}, Place(host=0, local_process=0, num_local_processes=1, process=0))
-    assert copies.split(NOW) == {}
+    assert not copies.is_split(NOW)
+    assert copies.offer(NOW).shapes == {}
     assert torch.equal(copies.read(NOW).tensors["job.weight"], FULL)

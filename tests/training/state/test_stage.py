@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from resilin.core.placement import Placement
 from resilin.engine import devices
-from resilin.training.state.placement import Placement
 from resilin.training.state.stage import Block, Stage
 
 

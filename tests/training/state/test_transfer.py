@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from resilin.core.placement import Placement
 from resilin.engine.base import Engine
 from resilin.training.state.memory import MemoryCopies, Place
-from resilin.training.state.placement import Placement
 from resilin.training.state.restore import newest_state
 from resilin.training.state.shards import Shard, Sharded
 from resilin.training.state.snapshot import Snapshot, Version, split

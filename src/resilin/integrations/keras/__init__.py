@@ -10,6 +10,9 @@ step, and a setting that would change it later is rejected.
 from __future__ import annotations
 
 from resilin.telemetry import extras
+from resilin.training.bridge.home import refuse_live_framework
+
+refuse_live_framework()
 
 extras.load("keras", "keras", "resilin.keras")
 

@@ -9,17 +9,24 @@ schedules or logs per batch is right at any batch size and any number of replica
 from __future__ import annotations
 
 from resilin.telemetry import extras
+from resilin.training.bridge.home import refuse_live_framework
+
+refuse_live_framework()
 
 extras.load("lightning", "lightning", "resilin.integrations.lightning")
 
 from resilin.integrations.lightning.callback import Elastic  # noqa: E402
 from resilin.integrations.lightning.fabric import ElasticFabricStrategy, JobState, setup  # noqa: E402
 from resilin.integrations.lightning.steps import launched  # noqa: E402
-from resilin.integrations.lightning.strategy import ElasticStrategy  # noqa: E402
+from resilin.integrations.lightning.strategy import (  # noqa: E402
+    ElasticShardedStrategy,
+    ElasticStrategy,
+)
 
 __all__ = [
     "Elastic",
     "ElasticFabricStrategy",
+    "ElasticShardedStrategy",
     "ElasticStrategy",
     "JobState",
     "launched",

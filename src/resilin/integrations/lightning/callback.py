@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from resilin.compat import lightning_names
+from resilin.integrations.lightning.refusals import refuse_strategy
 from resilin.integrations.lightning.resume import (
     EPOCH_END,
     FITS,
@@ -50,6 +51,11 @@ class Elastic(Callback):
         self._last: dict[str, Any] | None = None
 
     # The start and the end -----------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Reject other strategies."""
+        if stage == "fit":
+            _strategy(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin training, or resume from the newest state of the job."""
@@ -137,8 +143,5 @@ class Elastic(Callback):
 
 def _strategy(trainer: Trainer) -> InSteps:
     if not isinstance(trainer.strategy, InSteps):
-        raise ValueError(
-            f"strategy ({type(trainer.strategy).__name__}) must be an ElasticStrategy where the "
-            "callback Elastic is used"
-        )
+        refuse_strategy(trainer.strategy, "an ElasticStrategy or an ElasticShardedStrategy")
     return trainer.strategy

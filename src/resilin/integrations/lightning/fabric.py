@@ -15,7 +15,9 @@ from resilin.compat import lightning_names
 from resilin.core.rules import ScalingRule
 from resilin.engine.group import DEFAULT_TIMEOUT, init_process_group
 from resilin.integrations.lightning.callback import SAVED
+from resilin.integrations.lightning.refusals import refuse_strategy
 from resilin.training.bridge.carried import CarriedState
+from resilin.training.bridge.home import refuse_sharded
 from resilin.training.bridge.placed_loader import PlacedLoader
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
@@ -75,6 +77,9 @@ class ElasticFabricStrategy(DDPStrategy):
             raise ValueError(
                 f"fabric.setup() got {len(optimizers)} optimizers; resilin trains with 1"
             )
+        refuse_sharded(
+            module, "use the Trainer with an ElasticShardedStrategy, or a loop without Fabric"
+        )
         arguments = lightning_names.ddp_arguments(self)
         if (device_ids := lightning_names.device_ids(self)) is not None:
             arguments["device_ids"] = device_ids
@@ -173,10 +178,7 @@ def setup(
         ValueError: Fabric has another strategy, or the loader is another one.
     """
     if not isinstance(fabric.strategy, ElasticFabricStrategy):
-        raise ValueError(
-            f"strategy ({type(fabric.strategy).__name__}) of Fabric must be an "
-            "ElasticFabricStrategy"
-        )
+        refuse_strategy(fabric.strategy, "an ElasticFabricStrategy")
     if not isinstance(loader, AdaptiveDataLoader):
         raise ValueError(
             f"the loader is a {type(loader).__qualname__} and must be a "

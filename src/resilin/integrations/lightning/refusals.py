@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
 
@@ -38,6 +38,43 @@ def check_strategy(arguments: Mapping[str, Any]) -> None:
     for name, reason in _OWN.items():
         if (value := arguments.get(name)) is not None:
             raise ValueError(f"{name} ({value!r}) must be None: {reason}")
+
+
+def check_sharded(arguments: Mapping[str, Any]) -> None:
+    """Reject arguments of `ModelParallelStrategy` that are not supported.
+
+    Raises:
+        ValueError: Names the argument, its value, and the value that it must have.
+    """
+    data = arguments.get("data_parallel_size", "auto")
+    if data != "auto":
+        raise ValueError(
+            f"data_parallel_size ({data!r}) must be left out: it is the number of processes, "
+            "which may change"
+        )
+    tensor = arguments.get("tensor_parallel_size", 1)
+    if tensor != 1:
+        raise ValueError(
+            f"tensor_parallel_size ({tensor!r}) must be left out or 1: all processes are "
+            "data-parallel here; for tensor parallelism use AdaptiveDataParallel in a loop of your "
+            "own"
+        )
+
+
+def refuse_strategy(strategy: object, own: str) -> NoReturn:
+    """Reject a strategy that is not resilin's.
+
+    Args:
+        strategy: The strategy.
+        own: What it must be instead.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(
+        f"strategy ({type(strategy).__name__}) must be {own}; FSDP1 (FSDPStrategy) and DeepSpeed "
+        "are not supported, since they reduce gradients that nobody can weigh"
+    )
 
 
 def check_trainer(trainer: Trainer, model: LightningModule) -> None:

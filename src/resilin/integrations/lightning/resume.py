@@ -145,6 +145,11 @@ class Fit:
             first_replica=home.engine.membership.process == 0,
         )
 
+    @property
+    def number(self) -> int:
+        """Number of this call of `fit` in the job, from 1 on."""
+        return self._fits.begun
+
     # The state -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

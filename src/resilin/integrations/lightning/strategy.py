@@ -1,41 +1,31 @@
-"""`ElasticStrategy`: a DDP strategy whose model follows the batch size."""
+"""`ElasticStrategy` for DDP, and `ElasticShardedStrategy` for models that FSDP2 shards."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from resilin.compat import lightning_names
-from resilin.core.rules import ScalingRule
 from resilin.engine.group import DEFAULT_TIMEOUT, init_process_group
-from resilin.integrations.lightning.callback import Elastic
-from resilin.integrations.lightning.means import counts, untouched
-from resilin.integrations.lightning.refusals import (
-    check_accumulation,
-    check_strategy,
-    check_synced_logs,
-    check_trainer,
-)
-from resilin.integrations.lightning.resume import Fit
-from resilin.integrations.lightning.steps import InSteps, Steps
-from resilin.training.bridge.home import Home
-from resilin.training.loader import AdaptiveDataLoader
-from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
+from resilin.integrations.lightning.elastic import ElasticLoop
+from resilin.integrations.lightning.refusals import check_sharded, check_strategy
+from resilin.training.bridge.carried import own_step
+from resilin.training.bridge.home import Home, refuse_sharded
+from resilin.training.gates.patch import Patch
+from resilin.training.gradient.sharding import is_sharded
 
-NEVER = sys.maxsize
-"""A frequency at which the Trainer does not step a scheduler: a clock does that."""
+logger = logging.getLogger("resilin")
 
 
-class ElasticStrategy(InSteps, DDPStrategy):
+class ElasticStrategy(ElasticLoop, DDPStrategy):
     """Trains with `AdaptiveDataParallel` on any number of processes.
 
     Give it to a Trainer, and an `AdaptiveDataLoader` as the train dataloader. A batch of the
@@ -60,45 +50,13 @@ class ElasticStrategy(InSteps, DDPStrategy):
         ValueError: A setting is not supported; `fit` checks those of the Trainer.
     """
 
-    def __init__(
-        self,
-        *,
-        rule: str | ScalingRule = "auto",
-        schedule_by: ScheduleBy = "rule",
-        stats_every: int | Literal["auto"] = "auto",
-        stats_budget: float | None = None,
-        tokens_per_step: float | None = None,
-        **kwargs: Any,
-    ) -> None:
-        check_strategy(kwargs)
-        super().__init__(**kwargs)
-        lightning_names.check_strategy(self)
-        self._schedule_by: ScheduleBy = schedule_by
-        self._elastic: dict[str, Any] = {
-            "rule": rule,
-            "stats_every": stats_every,
-            "stats_budget": stats_budget,
-            "tokens_per_step": tokens_per_step,
-        }
-
-    @property
-    def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-    # The start and the end -----------------------------------------------------------------
+    def _check_arguments(self, arguments: dict[str, Any]) -> None:
+        check_strategy(arguments)
 
     def connect(self, model: LightningModule) -> None:
         """Check the settings of the Trainer, and add the state of the job to its checkpoints."""
+        lightning_names.check_strategy(self)
         super().connect(model)
-        trainer = self._trainer
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        check_trainer(trainer, model)
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        own = [callback for callback in callbacks if isinstance(callback, Elastic)] or [Elastic()]
-        # First, so that a state is kept before any other callback runs the same hook.
-        callbacks[:] = own + [callback for callback in callbacks if callback not in own]
 
     def setup_distributed(self) -> None:
         """Join the other processes, under a group name that is new on this store."""
@@ -110,13 +68,8 @@ class ElasticStrategy(InSteps, DDPStrategy):
     def setup_environment(self) -> None:
         """Join the other processes, and resume if there is a state."""
         super().setup_environment()
-        trainer = self._trainer
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        self.fit = Fit(trainer, Elastic)
-        if self.fit.resumes:
-            # In place of a checkpoint that the Trainer reads from a file.
-            lightning_names.resume_from(trainer, self.fit.checkpoint())
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            self._begin_fit()
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
@@ -143,12 +96,6 @@ class ElasticStrategy(InSteps, DDPStrategy):
         """Whether the Trainer restores the optimizer; else the job has done it."""
         return self.fit is None or not self.fit.resumes
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for the others; at the start of a fit, restore the rest of its state."""
-        super().barrier(*args, **kwargs)
-        if self.fit is not None and (*args, *kwargs.values()) == ("run-stage",):
-            self.fit.before_stage()
-
     def configure_ddp(self) -> None:
         """Do nothing: the model is wrapped together with its optimizer."""
 
@@ -156,179 +103,136 @@ class ElasticStrategy(InSteps, DDPStrategy):
         """Make optimizers and schedulers, and wrap the model."""
         super().setup_optimizers(trainer)
         assert self.fit is not None
+        assert self.lightning_module is not None
         if self.fit.passed is not None:
-            assert self.lightning_module is not None
             self.fit.load_weights(self.lightning_module)
             return
-        if len(self.optimizers) != 1:
-            raise ValueError(
-                f"configure_optimizers() of {type(self.lightning_module).__name__} returned "
-                f"{len(self.optimizers)} optimizers; resilin trains with 1"
-            )
-        scheduler, schedule_by = self._take_scheduler()
+        refuse_sharded(self.lightning_module, "use an ElasticShardedStrategy")
         arguments = lightning_names.ddp_arguments(self)
         if (device_ids := self.determine_ddp_device_ids()) is not None:
             arguments["device_ids"] = device_ids
+        self._wrap(arguments)
+
+
+class ElasticShardedStrategy(ElasticLoop, ModelParallelStrategy):
+    """Trains a model that is sharded with `fully_shard`, on any number of processes.
+
+    `configure_model` of the module calls `fully_shard` with `self.device_mesh["data_parallel"]`, as
+    for Lightning's `ModelParallelStrategy`. Everything else is as with `ElasticStrategy`.
+
+    The state of the job is restored once the model is sharded. If there is one, it counts, and
+    `ckpt_path` is not read.
+
+    Args:
+        rule: As in `ElasticStrategy`.
+        schedule_by: As in `ElasticStrategy`.
+        stats_every: As in `ElasticStrategy`.
+        stats_budget: As in `ElasticStrategy`.
+        tokens_per_step: As in `ElasticStrategy`.
+        **kwargs: Those of `ModelParallelStrategy`, such as `save_distributed_checkpoint`. The sizes
+            of the mesh must be left out: all processes are data-parallel.
+
+    Raises:
+        ValueError: A setting is not supported; `fit` checks those of the Trainer.
+    """
+
+    def _check_arguments(self, arguments: dict[str, Any]) -> None:
+        check_sharded(arguments)
+        arguments["tensor_parallel_size"] = 1
+
+    def connect(self, model: LightningModule) -> None:
+        """Check the settings of the Trainer, and add the state of the job to its checkpoints."""
+        lightning_names.check_sharded_strategy(self)
+        super().connect(model)
+
+    def setup_environment(self) -> None:
+        """Join the other processes, and make the mesh of all of them."""
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        if isinstance(self.cluster_environment, TorchElasticEnvironment):
+            backend, timeout = lightning_names.process_group_of(self)
+            init_process_group(backend, timeout=timeout or DEFAULT_TIMEOUT)
+        lightning_names.set_data_parallel_size(self, self.num_nodes * self.num_processes)
+        super().setup_environment()
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make optimizers and schedulers, wrap the model, and resume if there is a state."""
+        super().setup_optimizers(trainer)
         assert self.lightning_module is not None
-        self.parallel = AdaptiveDataParallel(
-            self.lightning_module,
-            self.optimizers[0],
-            scheduler,
-            schedule_by=schedule_by,
-            scaler=getattr(self.precision_plugin, "scaler", None),
-            **self._elastic,
-            **arguments,
-        )
-        self.model = self.parallel
-
-    def _take_scheduler(self) -> tuple[Any, ScheduleBy]:
-        """The scheduler that a clock steps, if any; the Trainer no longer steps it."""
-        if self._schedule_by == "user":
-            return None, "user"
-        clocked = [
-            config
-            for config in self.lr_scheduler_configs
-            if config.interval == "step" and not config.reduce_on_plateau
-        ]
-        if not clocked:
-            return None, "user"
-        if len(clocked) > 1:
+        if not any(is_sharded(parameter) for parameter in self.lightning_module.parameters()):
             raise ValueError(
-                f"{len(clocked)} schedulers have interval='step', and schedule_by "
-                f"({self._schedule_by!r}) can step 1: chain them (SequentialLR, ChainedScheduler), "
-                "or pass schedule_by='user'"
+                f"configure_model() of {type(self.lightning_module).__name__} has sharded nothing: "
+                'call fully_shard with mesh=self.device_mesh["data_parallel"] in it, or use an '
+                "ElasticStrategy"
             )
-        (config,) = clocked
-        if config.frequency != 1:
-            raise ValueError(
-                f"frequency ({config.frequency}) of a scheduler must be 1 where schedule_by "
-                f"({self._schedule_by!r}) steps it, once per reference step"
-            )
-        if is_overridden("lr_scheduler_step", self.lightning_module):
-            raise ValueError(
-                f"lr_scheduler_step() of {type(self.lightning_module).__name__} would not be "
-                f"called where schedule_by ({self._schedule_by!r}) steps the scheduler: remove "
-                "it, or pass schedule_by='user'"
-            )
-        config.frequency = NEVER
-        return config.scheduler, self._schedule_by
-
-    def on_train_end(self) -> None:
-        """End the fit, after all hooks."""
-        super().on_train_end()
+        self._wrap({})
+        assert self.parallel is not None
+        clips = {"clip_grad_by_norm": _clip_by_norm, "clip_grad_by_value": _clip_by_value}
+        self.parallel.add_gate(Patch(self.precision_plugin, clips))
+        self._begin_fit()
         assert self.fit is not None
-        self.fit.end()
-
-    def teardown(self) -> None:
-        """Restore the methods of the optimizer."""
-        if self.fit is not None and not self._trainer.interrupted:
-            # If there was nothing to train, `on_train_end` was not called.
-            self.fit.end()
-        self.fit = None
-        if self.parallel is not None:
-            if self.steps is not None:
-                self.steps.close()
-            self.parallel.release()
-            self.parallel = self.steps = None
-            self.model = self.lightning_module
-        super().teardown()
-
-    # The data ------------------------------------------------------------------------------
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Wrap the train dataloader; others are returned unchanged."""
-        trainer = self._trainer
-        if not trainer.training or trainer.state.fn != TrainerFn.FITTING:
-            return dataloader
-        if not isinstance(dataloader, AdaptiveDataLoader):
+        if self.fit.number > 1:
             raise ValueError(
-                f"the train dataloader is a {type(dataloader).__qualname__} and must be a "
-                "resilin.AdaptiveDataLoader, whose batch_size is the global one"
+                f"this is call {self.fit.number} of fit() in the job, and a sharded model is "
+                "trained by 1: its state could not be told from that of the others; begin another "
+                "job with resilin.reset_job()"
             )
-        if self.steps is not None and self.steps.loader is not dataloader:
-            raise ValueError("there are 2 train dataloaders, and resilin trains with 1")
-        self.steps = Steps(dataloader, trainer)
-        return self.steps
-
-    def _place(self, batch: Any) -> Any:
-        """Convert a micro-batch and move it to the device, as the Trainer does."""
-        trainer, model = self._trainer, self.lightning_module
-        assert model is not None
-        batch = self.precision_plugin.convert_input(batch)
-        batch = lightning_names.before_transfer(model, batch)
-        batch = self.batch_to_device(batch, dataloader_idx=0)
-        # `self.log` reads the number of samples from it.
-        lightning_names.begin_micro_batch(trainer, batch)
-        return batch
-
-    # The step ------------------------------------------------------------------------------
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin a step. Whether it is the last of the epoch is known when it is committed."""
-        check_accumulation(self._trainer)
-        # The loop has counted the reference steps of an epoch, of which there may be more or fewer.
-        lightning_names.continue_epoch(self._trainer.fit_loop)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `training_step` on each micro-batch; the Trainer runs the last backward pass."""
-        assert self.steps is not None
-        output = self._part(*args, **kwargs)
-        if not self.steps.step_is_whole:
-            check_synced_logs(self._trainer)
-            # The Trainer does it before the last backward pass, the only one that it runs.
-            self.optimizers[0].zero_grad()
-        while not self.steps.step_is_whole:
-            self.backward(_loss(output), self.optimizers[0])
-            batch = self._place(self.steps.next_part())
-            output = self._part(batch, *args[1:], **kwargs)
-        return output
-
-    def _part(self, *args: Any, **kwargs: Any) -> Any:
-        if counts():
-            return super().training_step(*args, **kwargs)
-        assert self.lightning_module is not None
-        with untouched(self.lightning_module):
-            return super().training_step(*args, **kwargs)
 
     # Files ---------------------------------------------------------------------------------
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        """Write a checkpoint of Lightning, and note its path."""
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self.fit is not None:
-            self.fit.files.wrote(filepath)
+    @contextmanager
+    def _files(self, *, loads: bool) -> Iterator[None]:
+        """Make Lightning save and load the sharded module itself, without making a step."""
+        wrapped = self.model
+        if self.parallel is None:
+            yield
+            return
+        self.model = self.lightning_module
+        try:
+            with own_step(self.parallel.optimizer, loads=loads):
+                yield
+        finally:
+            self.model = wrapped
 
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint of Lightning, and its path from the notes."""
-        super().remove_checkpoint(filepath)
-        if self.fit is not None:
-            self.fit.files.removed(filepath)
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """State of the module. Collective."""
+        with self._files(loads=False):
+            return super().lightning_module_state_dict()
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Make the step, and set in the Trainer whether the epoch ends with it."""
-        assert self.steps is not None
-        assert self.parallel is not None
-        # The Trainer clips, and calls `on_before_optimizer_step`, once the gradient is complete.
-        with self.parallel.change_gradient():
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        progress.is_last_batch = self.steps.loader.ends_epoch
-        return output
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """State of the optimizer. Collective."""
+        with self._files(loads=False):
+            return super().optimizer_state(optimizer)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint, unless the job has a state: then return that."""
+        if self._trainer.state.fn == TrainerFn.FITTING and self.fit and self.fit.resumes:
+            logger.warning(
+                "ckpt_path (%s) is not read: the job resumes from its own state", checkpoint_path
+            )
+            return self.fit.checkpoint()
+        with self._files(loads=True):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Do nothing: the model is restored with the state of the job, or by `load_checkpoint`."""
 
 
-def _loss(output: Any) -> Tensor:
-    loss = output if isinstance(output, Tensor) else (output or {}).get("loss")
-    if not isinstance(loss, Tensor):
-        raise ValueError(
-            f"training_step() returned {output!r} for a micro-batch in the middle of a step; it "
-            "must return a loss for each of them"
-        )
-    return loss
+# In place of the methods of Lightning, which fail where not all parameters are on one mesh.
+
+
+def _clip_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+    if clip_val > 0:
+        Home().clip(clip_val)
+
+
+def _clip_by_value(optimizer: Optimizer, clip_val: float) -> None:
+    if clip_val <= 0:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is not None:
+                (grad.to_local() if is_sharded(grad) else grad).clamp_(-clip_val, clip_val)

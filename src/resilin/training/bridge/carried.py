@@ -7,10 +7,15 @@ strings and tensors, so that it can be read back without executing anything.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
+from torch.optim import Optimizer
+
 from resilin.training.bridge.home import Home
+from resilin.training.gates.patch import Patch
 from resilin.training.state.replica_parts import of_process
 from resilin.training.state.snapshot import Snapshot, Version
 from resilin.training.state.transfer import gather_parts
@@ -62,3 +67,32 @@ class CarriedState:
         )
         engine.raise_generation(version.generation + 1)
         job.timeline.carried_from = f"step {version.step} (a checkpoint of the framework)"
+
+
+@contextmanager
+def own_step(optimizer: Optimizer, *, loads: bool) -> Iterator[None]:
+    """Let torch make the state of an optimizer that has none, which is no step of the job.
+
+    torch does it before it saves or loads such a state, by a step of zeros. It counts that step, so
+    that the bias correction of Adam would be another one from then on; here it does not count.
+
+    Args:
+        optimizer: The optimizer, which is gated.
+        loads: Whether the state is kept, since it is loaded; else the optimizer has none again.
+    """
+    kind, is_new = type(optimizer), not optimizer.state
+
+    def step(self: Optimizer, closure: Any = None) -> None:
+        kind.step(self, closure)
+        for state in self.state.values():
+            if "step" in state:
+                state["step"] = state["step"] * 0
+
+    own = {"step": step, "zero_grad": kind.zero_grad}
+    patch = Patch(optimizer, {name: MethodType(method, optimizer) for name, method in own.items()})
+    try:
+        yield
+    finally:
+        patch.remove()
+        if is_new and not loads:
+            optimizer.state.clear()

@@ -1,19 +1,25 @@
-"""Checks of the module to train, and of the arguments of DDP."""
+"""Checks of the module to train, and of what a script combines with it."""
 
 from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from resilin.compat.torch_names import (
     first_bucket_bytes,
     is_compiled,
     splits_graph_by_buckets,
 )
+from resilin.engine.base import Engine
+from resilin.training.gradient.copies import check_live
+from resilin.training.gradient.sharding import Sharding, find_sharding
 
 logger = logging.getLogger("resilin")
 
@@ -37,11 +43,6 @@ def check_model(model: nn.Module, ddp_kwargs: dict[str, Any], *, taken: bool) ->
         raise ValueError(
             "the job has an AdaptiveDataParallel already, and one is all it can train: call "
             "release() on it, or resilin.reset_job() to begin another job"
-        )
-    if sharded := [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]:
-        raise ValueError(
-            f"{len(sharded)} parameters are sharded ({sharded[0]} is a DTensor): models under "
-            "fully_shard or tensor parallelism cannot be trained here yet"
         )
     if ddp_kwargs.get("static_graph"):
         raise ValueError(
@@ -74,4 +75,97 @@ def _check_buckets(model: nn.Module, ddp_kwargs: dict[str, Any]) -> None:
             f"bucket_cap_mb ({max(caps)}) must be at least {first / 2**20:g} for a compiled "
             "module: torch splits its graph by the buckets of DDP, and takes no smaller ones; "
             "leave bucket_cap_mb out, or set torch._dynamo.config.optimize_ddp = False before"
+        )
+
+
+def divide_replicas(
+    model: nn.Module,
+    optimizer: Optimizer,
+    mesh: DeviceMesh | None,
+    ddp_kwargs: Mapping[str, Any],
+    engine: Engine,
+    *,
+    scaled: bool,
+) -> Sharding | None:
+    """Finds the sharding of a model; its data-parallel members are the replicas from then on.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        mesh: The data-parallel mesh, if the user names it.
+        ddp_kwargs: Arguments for DistributedDataParallel.
+        engine: Who is in the job.
+        scaled: Whether there is a GradScaler.
+
+    Returns:
+        The sharding; None if the model is not sharded.
+
+    Raises:
+        ValueError: It cannot be trained like this.
+        SystemExit: It cannot be live, and the launcher runs the job without `--live`.
+    """
+    sharding = find_sharding(model, mesh, engine.membership)
+    if sharding is not None:
+        parameters = model.parameters()
+        check_sharded(sharding, optimizer, parameters, ddp_kwargs, scaled=scaled)
+    if engine.live:
+        check_live(model, sharding, engine.processes_per_copy)
+    elif sharding is not None:
+        engine.form_replicas(sharding.replica, sharding.num_replicas)
+    elif engine.processes_per_replica > 1:
+        # After a sharded model that was released.
+        engine.form_replicas(engine.membership.process, engine.membership.num_processes)
+    return sharding
+
+
+def check_sharded(
+    sharding: Sharding,
+    optimizer: Optimizer,
+    parameters: Iterable[Tensor],
+    ddp_kwargs: Mapping[str, Any],
+    *,
+    scaled: bool,
+) -> None:
+    """Refuses what a sharded model cannot be trained with.
+
+    Args:
+        sharding: The sharding of the model.
+        optimizer: Its optimizer.
+        parameters: All parameters of the model.
+        ddp_kwargs: Arguments for DistributedDataParallel.
+        scaled: Whether there is a GradScaler.
+
+    Raises:
+        ValueError: One of these cannot be honoured.
+    """
+    if ddp_kwargs:
+        name = min(ddp_kwargs)
+        text = (
+            f"{name} ({ddp_kwargs[name]!r}) is an argument of DistributedDataParallel, and a model "
+            "that is sharded with fully_shard is not wrapped in it: leave it out"
+        )
+        if name == "find_unused_parameters":
+            text += ", and call set_reduce_scatter_unused_params(True) on the sharded model"
+        raise ValueError(text)
+    if scaled:
+        raise ValueError(
+            "scaler: a GradScaler finds infinite gradients in its own shards alone, so members "
+            "would skip different steps; train a sharded model in bfloat16, without it"
+        )
+    _check_optimizer(sharding, optimizer, parameters)
+
+
+def _check_optimizer(
+    sharding: Sharding, optimizer: Optimizer, parameters: Iterable[Tensor]
+) -> None:
+    """Refuses an optimizer of the parameters that `fully_shard` has replaced."""
+    stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    foreign = stepped - set(parameters)
+    sharded = {p for unit in sharding.units for p in unit.parameters if p.requires_grad}
+    missing = sharded - stepped
+    if foreign and missing:
+        raise ValueError(
+            f"the optimizer lacks {len(missing)} of {len(sharded)} sharded parameters and has "
+            f"{len(foreign)} that the model does not have: fully_shard replaces parameters, so "
+            "make the optimizer after it"
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -36,10 +37,24 @@ class Calls:
 
     def __init__(self, begins: Callable[[], None]) -> None:
         self._begins = begins
+        self._quiet = False
         self._calls: list[weakref.ref[_Call]] = []
         self._handles: list[RemovableHandle] = []
         self.returned = ""
         """Type of what the last call returned, if no tensor in it requires a gradient."""
+
+    def _reached(self) -> None:
+        if not self._quiet:
+            self._begins()
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Ignores backward passes within this block: a reducer runs one for the others' sake."""
+        self._quiet = True
+        try:
+            yield
+        finally:
+            self._quiet = False
 
     def next_micro_batch(self) -> None:
         """Forgets the calls of the micro-batch before: a loop may keep their outputs alive."""
@@ -55,7 +70,7 @@ class Calls:
 
     def add(self, output: Any, weight: float) -> None:
         """Remembers a call by its output."""
-        call, found = _Call(self._begins, weight), False
+        call, found = _Call(self._reached, weight), False
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 found = True

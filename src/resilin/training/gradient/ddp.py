@@ -28,6 +28,7 @@ from resilin.compat.torch_names import (
 )
 from resilin.engine.devices import Fetched
 from resilin.training.gradient.accumulation import Accumulation
+from resilin.training.gradient.norms import total
 from resilin.training.gradient.open_step import OpenStep, Share
 from resilin.training.gradient.reducer import Model, copy_from, fetch_norms
 from resilin.training.gradient.timing import Stopwatch
@@ -298,17 +299,9 @@ class DdpReducer:
         self._model.parameters.scale_grads(correction)
         if not self._step.measure:
             return None
-        terms = _total(now.before) * (now.divisor * now.divisor / own if own else 0.0)
-        means = _total(now.after) * (correction * correction)
+        terms = total(now.before) * (now.divisor * now.divisor / own if own else 0.0)
+        means = total(now.after) * (correction * correction)
         return fetch_norms(terms, means, self.group)
-
-
-def _total(norms: Sequence[Tensor]) -> Tensor:
-    """The sum over buckets, which all replicas send in the same order."""
-    total = norms[0]
-    for more in norms[1:]:
-        total = total + more
-    return total
 
 
 def _nothing(parameter: Tensor) -> Tensor:

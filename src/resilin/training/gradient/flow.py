@@ -126,7 +126,7 @@ class StepFlow:
         if gradient.step.pending or gradient.step.part is None:
             return gradient.step.pending
         # Nothing was trained so far, but micro-batches or other replicas have it to come.
-        elsewhere = not gradient.step.part.last or self._engine.membership.num_replicas > 1
+        elsewhere = not gradient.step.part.last or self._engine.membership.num_processes > 1
         return elsewhere and not gradient.returned
 
     def step_waits(self) -> bool:
@@ -193,7 +193,8 @@ class StepFlow:
         if gradient.step.complete:
             raise RuntimeError(refusals.NOT_STEPPED)
         if gradient.step.result is not None:
-            warnings.warn(refusals.LEFT_BY_ANOTHER, stacklevel=2)
+            if not gradient.step.lost:
+                warnings.warn(refusals.LEFT_BY_ANOTHER, stacklevel=2)
             self._calls.left()
             return
         if asked_by is not None and self._loop.is_elsewhere(asked_by):
@@ -226,4 +227,4 @@ class StepFlow:
             return False
         if micro.number == self._over or self._loop.committed:
             return False
-        return self._gradient.step.pending or self._engine.membership.num_replicas > 1
+        return self._gradient.step.pending or self._engine.membership.num_processes > 1

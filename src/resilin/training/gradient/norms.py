@@ -42,6 +42,14 @@ def sqr_norms(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(norms).double()
 
 
+def total(norms: Sequence[Tensor]) -> Tensor:
+    """The sum over buckets, which all replicas send in the same order."""
+    found = norms[0]
+    for more in norms[1:]:
+        found = found + more
+    return found
+
+
 class GroupNorms:
     """Squared norms of gradients, added up per parameter group of the optimizer."""
 
@@ -62,8 +70,17 @@ class GroupNorms:
         self.one_group = self.num_groups == 1 and all(p in self._group for p in trained)
         """Whether all of them are in one group, so that a flat tensor of them is read in one go."""
 
+    def group_of(self, parameter: Tensor) -> int:
+        """The parameter group of a parameter; one past the last group if it has none."""
+        return self._group.get(parameter, self.num_groups)
+
     def of(
-        self, parameters: Sequence[Tensor], grads: Sequence[Tensor], flat: Tensor | None = None
+        self,
+        parameters: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        flat: Tensor | None = None,
+        *,
+        shares: Sequence[float] | None = None,
     ) -> Tensor:
         """Squared norms per group, as a float64 tensor.
 
@@ -71,12 +88,15 @@ class GroupNorms:
             parameters: What the gradients belong to; those in no group are left out.
             grads: Their gradients.
             flat: All of the gradients as one tensor, if there is one: then it is read in one go.
+            shares: Number that the squared norm of each is multiplied by; None if it is 1.
         """
         if flat is not None and self.one_group:
             return sqr_norms([flat])
         if not grads:
             return torch.zeros(self.num_groups, dtype=torch.float64)
         norms = sqr_norms(grads)
+        if shares is not None:
+            norms = norms * norms.new_tensor(shares)
         if self.one_group:
             return norms.sum().reshape(1)
         sums = norms.new_zeros(self.num_groups + 1)

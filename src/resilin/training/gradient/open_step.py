@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from resilin.engine.collectives import Wait, wait_for
 from resilin.training.ballot import Ballot, Head
 from resilin.training.gradient.parameters import Parameters
 from resilin.training.gradient.records import Part, Reduced, StepStart
@@ -35,6 +36,7 @@ class OpenStep:
         "_group",
         "_parameters",
         "_sync",
+        "_wait",
         "backwards",
         "changes",
         "fresh",
@@ -53,11 +55,13 @@ class OpenStep:
         ballot: Ballot,
         group: dist.ProcessGroup | None,
         sync: SyncTimer,
+        wait: Wait = wait_for,
     ) -> None:
         self._parameters = parameters
         self._ballot = ballot
         self._group = group
         self._sync = sync
+        self._wait = wait
         self.start = _IDLE
         """Facts that were known when it began."""
         self.part: Part | None = None
@@ -94,6 +98,11 @@ class OpenStep:
         """Whether `.grad` is the mean over the global batch, and was not used yet."""
         return self.result is not None and not self.result.skipped
 
+    @property
+    def lost(self) -> bool:
+        """Whether a member was lost before its gradient was complete."""
+        return self.result is not None and self.result.lost
+
     # For reducers --------------------------------------------------------------------------
 
     @property
@@ -126,10 +135,17 @@ class OpenStep:
         self._sync.computed()
 
     def sum_of_weights(self) -> float:
-        """Adds up the weights of all replicas, and waits for it. Collective."""
-        total = torch.tensor([self.own_weight], dtype=torch.float64)
-        dist.all_reduce(total, group=self._group)
-        return total.item()
+        """Adds up the weights of all processes, and waits for it. Collective."""
+        return self.add_up([self.own_weight])[0]
+
+    def add_up(self, numbers: list[float]) -> list[float]:
+        """Adds up numbers of the host over all processes, and waits for it. Collective."""
+        if self._group is None:
+            return numbers
+        total = torch.tensor(numbers, dtype=torch.float64)
+        self._wait(dist.all_reduce(total, group=self._group, async_op=True))
+        added: list[float] = total.tolist()
+        return added
 
     def send(self, share: Share) -> None:
         """Sends the ballot of the step to all replicas, once.

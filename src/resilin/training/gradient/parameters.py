@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import operator
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -14,6 +15,7 @@ from torch.nn.modules.module import (
 )
 
 from resilin.compat.torch_names import multiply_all
+from resilin.training.gradient.sharding import is_sharded
 
 _TRAINED = operator.attrgetter("requires_grad")
 _GRAD = operator.attrgetter("grad")
@@ -32,6 +34,7 @@ class Parameters:
         named = dict(module.named_parameters())
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
         self.all: list[Tensor] = list(named.values())
+        self._sharded = {name for name, parameter in named.items() if is_sharded(parameter)}
         self.pattern: list[bool] = []
         """Those that are trained, as of the last `update`."""
         self.trained: list[Tensor] = []
@@ -75,7 +78,9 @@ class Parameters:
             return
         self._registered = False
         named = dict(self._module.named_parameters())
-        if added := [name for name, p in named.items() if p not in self._names]:
+        # Between a forward and a backward pass FSDP shows whole parameters in place of its shards.
+        new = (name for name, p in named.items() if p not in self._names)
+        if added := [name for name in new if name not in self._sharded]:
             # Look again: the error may be caught, and the parameters removed.
             self._registered = True
             raise ValueError(
@@ -93,8 +98,17 @@ class Parameters:
     # Their gradients -----------------------------------------------------------------------
 
     def grads(self) -> list[Tensor]:
-        """The gradients that trained parameters have."""
-        return [grad for grad in map(_GRAD, self.trained) if grad is not None]
+        """The gradients that trained parameters have; of sharded ones, the part of this process."""
+        return self.local(grad for grad in map(_GRAD, self.trained) if grad is not None)
+
+    def local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """These gradients or parameters, and of sharded ones the part of this process."""
+        if not self._sharded:
+            return list(tensors)
+        found: list[Any] = list(tensors)
+        # With gradients enabled, each call would make another view.
+        with torch.no_grad():
+            return [each.to_local() if is_sharded(each) else each for each in found]
 
     def grads_by_parameter(self) -> dict[Tensor, Tensor]:
         """The same with their parameters."""

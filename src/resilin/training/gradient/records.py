@@ -47,3 +47,5 @@ class Reduced:
     """Time that measuring took, as a fraction of the step; a mean over the replicas."""
     skipped: bool = False
     """Whether the step must not be made: a replica left it, or nothing in it was trained."""
+    lost: bool = False
+    """Whether it was not completed here, because a member is gone; it is skipped, too."""

@@ -30,10 +30,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from resilin.compat.torch_names import ignored_by_ddp
+from resilin.engine.collectives import Wait, wait_for
 from resilin.engine.devices import Fetched
 from resilin.training.gradient.norms import GroupNorms
 from resilin.training.gradient.open_step import OpenStep
 from resilin.training.gradient.parameters import Parameters
+from resilin.training.gradient.sharding import Sharding
+
+
+def _as_it_is(error: RuntimeError) -> RuntimeError:
+    return error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +54,15 @@ class Model:
     """Squared norms per parameter group of the optimizer."""
     options: Mapping[str, Any]
     """Arguments of the user for DistributedDataParallel, or for what stands in its place."""
+    wait: Wait = wait_for
+    """Waits for a collective of the replicas; raises `PeerLost` if one of them is gone."""
+    refused: Callable[[RuntimeError], RuntimeError] = _as_it_is
+    """Takes torch's error for a collective that its group did not begin, and returns the one to
+    raise: `PeerLost` if a replica is gone."""
+    sharding: Sharding | None = None
+    """Division of its parameters among processes; None if each has all of them."""
+    live: bool = False
+    """Whether replicas may come and go: then nothing may wait where it cannot be given up."""
 
 
 class Reducer(Protocol):
@@ -153,7 +168,7 @@ def agree_on_source(model: Model, group: dist.ProcessGroup, *, joined: bool) -> 
     known = model.parameters.all
     device = known[0].device if known else torch.device("cpu")
     said = torch.tensor([replica if joined else num_replicas, checksum, -checksum], device=device)
-    dist.all_reduce(said, op=dist.ReduceOp.MIN, group=group)
+    model.wait(dist.all_reduce(said, op=dist.ReduceOp.MIN, group=group, async_op=True))
     first, lowest, highest = said.tolist()
     if lowest != -highest:
         raise ValueError(
@@ -176,25 +191,28 @@ def copy_from(source: int, model: Model, group: dist.ProcessGroup) -> None:
     for tensor in (t.detach() for name, t in named if t.numel() and name not in ignored):
         dense = tensor.contiguous()
         raw = torch.view_as_real(dense) if dense.is_complex() else dense
-        dist.broadcast(raw, rank, group=group)
+        model.wait(dist.broadcast(raw, rank, group=group, async_op=True))
         if dense is not tensor:
             tensor.copy_(dense)
 
 
-def fetch_norms(terms: Tensor, means: Tensor, group: dist.ProcessGroup | None) -> Fetched:
+def fetch_norms(
+    terms: Tensor, means: Tensor, group: dist.ProcessGroup | None, *, divided: bool = False
+) -> Fetched:
     """Adds up norms over all replicas, and starts to bring them to the host. Collective.
 
     Args:
         terms: Weighted squared norms per parameter group of this replica's measured gradients.
         means: Squared norms per parameter group of the mean gradient, which all replicas have.
         group: The replicas, as the gradient is reduced in; None if there is only this one.
+        divided: Whether means are divided among the processes, and not the same on all of them.
 
     Returns:
         The terms, and after them the means, the same bits on all replicas.
     """
     if group is None:
         return Fetched(torch.cat([terms, means]))
-    if dist.get_rank(group) > 0:
+    if not divided and dist.get_rank(group) > 0:
         # Machines may add up the same squares in different orders: those of replica 0 count.
         means = torch.zeros_like(means)
     norms = torch.cat([terms, means])

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from resilin.training.gradient.buckets import BucketReducer
 from resilin.training.gradient.ddp import DdpReducer
+from resilin.training.gradient.fsdp import FsdpReducer
 from resilin.training.gradient.local import LocalReducer
 from resilin.training.gradient.reducer import Model, Reducer, agree_on_source
 
 REDUCERS: tuple[type[Reducer], ...] = (
+    FsdpReducer,
     LocalReducer,
+    BucketReducer,
     DdpReducer,
 )
 """All reducers, in the order in which they are asked; the last one fits everything."""
@@ -38,7 +42,10 @@ def attached(model: Model, group: dist.ProcessGroup | None, *, joined: bool) -> 
         group: The replicas; None if there is only this one.
         joined: Whether this replica was in the job before, and so has its parameters.
     """
-    source = None if group is None else agree_on_source(model, group, joined=joined)
+    # Members of a live job were healed before they come here: they have the same parameters.
+    source: int | None = None
+    if group is not None and not (model.live and joined):
+        source = agree_on_source(model, group, joined=joined)
     reducer = choose(model, group)
     reducer.attach(group, source=source)
     return reducer

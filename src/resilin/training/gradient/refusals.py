@@ -51,6 +51,34 @@ LEFT_BY_ANOTHER = (
     "another replica left the last micro-batch of a step without a backward pass: no replica makes "
     "this step, and its samples do not count"
 )
+NO_FORWARD = (
+    "this process has left a micro-batch without a forward pass: with a sharded model each pass is "
+    "collective, and the others would wait for it; call the model on every micro-batch, also where "
+    "its loss is not used"
+)
+NOT_REDUCED = (
+    "a backward pass ended, and no sharded gradient was reduced: set_requires_gradient_sync(False) "
+    "between forward and backward cannot be honoured, because micro-batches are weighed as they "
+    "are reduced; leave it out"
+)
+BARE = (
+    "a backward pass reached a sharded module that was not called through AdaptiveDataParallel in "
+    "training mode: the weight of its gradient is unknown; call the model itself, after "
+    "model.train()"
+)
+
+
+def unused_at_last(name: str) -> str:
+    """The refusal of a step under HSDP whose last micro-batch leaves out a unit.
+
+    Args:
+        name: Class of the module.
+    """
+    return (
+        f"{name} had a gradient in earlier micro-batches of the step and has none in the last one: "
+        "HSDP adds up its copies with the last one; use every sharded module in each micro-batch, "
+        "or call set_reduce_scatter_unused_params(True) on the sharded model"
+    )
 
 
 def no_backward(returned: str) -> str:

@@ -8,20 +8,26 @@ leaves out is not in the mean. A `Reducer` does the arithmetic on gradients and 
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from resilin.compat.torch_names import after_backward
 from resilin.engine import devices
 from resilin.engine.base import Engine
-from resilin.training.ballot import Ballot
+from resilin.engine.devices import Fetched
+from resilin.engine.lost import PeerLost
+from resilin.training.ballot import Ballot, Head
 from resilin.training.gradient import refusals
 from resilin.training.gradient.calls import Calls
+from resilin.training.gradient.clipping import clip_sharded
+from resilin.training.gradient.copies import follow
 from resilin.training.gradient.norms import GroupNorms, Measured
 from resilin.training.gradient.open_step import OpenStep
 from resilin.training.gradient.parameters import Parameters
@@ -29,13 +35,19 @@ from resilin.training.gradient.records import Part, Reduced, StepStart
 from resilin.training.gradient.reducer import Model, Reducer
 from resilin.training.gradient.reducer_choice import attached, choose
 from resilin.training.gradient.seal import Seals
+from resilin.training.gradient.sharding import Sharding
 from resilin.training.gradient.timing import SyncTimer
 
+logger = logging.getLogger("resilin")
+
 _SKIPPED = Reduced(weight=0.0, samples=0, skipped=True)
+_LOST = Reduced(weight=0.0, samples=0, skipped=True, lost=True)
 
 
 class StepGradient:
     """Weighs, reduces and measures the gradient of one step after another.
+
+    Long: it has a method for each moment of a step, in their order.
 
     Args:
         module: The module that is trained.
@@ -43,6 +55,7 @@ class StepGradient:
         options: Arguments of the user for DistributedDataParallel.
         engine: Who is in the job.
         ballot: What replicas agree on in a step.
+        sharding: Division of the parameters among processes, if they are sharded.
     """
 
     def __init__(
@@ -52,9 +65,19 @@ class StepGradient:
         options: Mapping[str, Any],
         engine: Engine,
         ballot: Ballot,
+        sharding: Sharding | None = None,
     ) -> None:
         parameters = Parameters(module)
-        self._model = Model(module=module, parameters=parameters, norms=norms, options=options)
+        self._model = Model(
+            module=module,
+            parameters=parameters,
+            norms=norms,
+            options=options,
+            wait=engine.wait,
+            refused=engine.refused,
+            sharding=sharding,
+            live=engine.live,
+        )
         self._engine = engine
         self._ballot = ballot
         self._calls = Calls(self._backward_begins)
@@ -64,13 +87,16 @@ class StepGradient:
         self._seals = Seals(parameters, queues=self._kind.queues)
         self.sync = SyncTimer(place)
         """Time that steps wait for their reduction."""
+        self.follow_copies()
         self._reducer: Reducer = attached(self._model, engine.gradient_group(), joined=False)
         self._host_group = engine.host_group()
         self._reset()
 
     def _reset(self) -> None:
         """Makes the record of the next step. Gradients are left as they are."""
-        self.step = OpenStep(self._model.parameters, self._ballot, self._host_group, self.sync)
+        self.step = OpenStep(
+            self._model.parameters, self._ballot, self._host_group, self.sync, self._model.wait
+        )
         """The step under way, or the one to come."""
         self._reducer.begin_step(self.step)
         self._ballot.forget()
@@ -97,9 +123,27 @@ class StepGradient:
         self._reducer.abandon()
         self._reset()
 
+    def let_go(self) -> None:
+        """Gives up the replicas of a generation that is over, and the step that was lost in it."""
+        self.drop()
+        self._reducer.detach()
+        self._reducer = choose(self._model, None)
+        self._host_group = None
+        self._reset()
+
+    def follow_copies(self) -> None:
+        """Gives a sharded model of a live job the groups of the present generation."""
+        sharding = self._model.sharding
+        groups = None if sharding is None else self._engine.copy_groups()
+        if sharding is not None and groups is not None:
+            followed = follow(self._model.module, sharding, groups, self._engine.membership)
+            self._model = replace(self._model, sharding=followed)
+
     def release(self) -> None:
-        """Takes the hooks off."""
+        """Takes the hooks off; a sharded module is FSDP's own again."""
         self._model.parameters.release()
+        if self._model.sharding is not None:
+            self._reducer.detach()
 
     # Its state -----------------------------------------------------------------------------
 
@@ -107,6 +151,11 @@ class StepGradient:
     def shared(self) -> bool:
         """Whether other replicas have a part of the step from this one already."""
         return self.step.result is not None or self._reducer.shared
+
+    @property
+    def collective(self) -> bool:
+        """Whether each forward pass is a collective: all replicas have to run equally many."""
+        return self._model.sharding is not None
 
     @property
     def returned(self) -> str:
@@ -181,7 +230,8 @@ class StepGradient:
         if self._queued:
             raise RuntimeError(refusals.FAILED)
         self.settle()
-        self._reducer.end_micro_batch(trained=False)
+        with self._calls.quiet():
+            self._reducer.end_micro_batch(trained=False)
 
     def add_call(self, weight: float) -> None:
         """Announces another call of the module before the backward pass of a step.
@@ -229,7 +279,8 @@ class StepGradient:
             # DDP has queued its own end by now. Ours comes after it, when gradients are reduced.
             after_backward(self._conclude_in_backward)
             return
-        self._seals.close()
+        # FSDP may queue its own ends later than ours, and change gradients there.
+        after_backward(self._seals.close)
 
     def _conclude_in_backward(self) -> None:
         self.conclude()
@@ -275,11 +326,12 @@ class StepGradient:
             raise RuntimeError(refusals.SECOND)
         if step.result is None:
             step.backwards = 1
-            self._reducer.finish(trained=step.fresh)
-            step.result = self._complete()
+            head = self._take_part(trained=step.fresh)
+            step.result = _LOST if head is None else self._complete(head)
             self.sync.reduced()
             if self.step.complete:
                 self._seals.close()
+        assert step.result is not None
         return step.result
 
     def conclude_without_backward(self) -> None:
@@ -287,35 +339,80 @@ class StepGradient:
         self._end_micro_batch()
         self.conclude()
 
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        """Clips the norm of the complete gradient; returns the norm before. Collective if sharded.
+
+        Args:
+            max_norm: Largest norm.
+            norm_type: Order of the norm.
+        """
+        sharding = self._model.sharding
+        if sharding is None:
+            parameters = self._model.module.parameters()
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        trained = self._model.parameters.trained
+        groups, group = sharding.copy_groups, self._reducer.group
+        if groups is not None:
+            # All copies have the same gradient; one that is lost now must not be waited for.
+            sharding, group = sharding.within_copy, groups.shards
+        return clip_sharded(trained, max_norm, norm_type, sharding, group)
+
     def leave(self) -> None:
         """Leaves a step without its last backward pass: no replica makes it."""
         self.step.skips = True
-        self._take_part_empty()
         self.step.result = _SKIPPED
+        self._take_part_empty()
 
     def _take_part_empty(self) -> None:
         """Takes part in the reduction of a step that this replica has no gradient for."""
         self._queued = False
-        self._reducer.finish(trained=False)
+        with self._calls.quiet():
+            head = self._take_part(trained=False)
         self._model.parameters.clear_grads()
-        self._ballot.sums()
+        if head is None:
+            self.step.result = _LOST
 
-    def _complete(self) -> Reduced:
+    def _take_part(self, *, trained: bool) -> Head | None:
+        """Completes the collectives of a step, without an error in the user's code.
+
+        Returns:
+            The sums of all replicas; None if a member was lost before they were complete, here or
+            for another process that continues with this one.
+        """
+        head: Head | None = None
+        try:
+            self._reducer.finish(trained=trained)
+            head = self._ballot.sums()
+        except RuntimeError as error:
+            # A group that is broken may refuse to begin a collective.
+            lost = self._model.refused(error)
+            if not isinstance(lost, PeerLost):
+                raise
+            logger.debug("step %d: %s", self.step.start.steps, lost)
+        if self._engine.all_took_part(head is not None):
+            return head
+        self._model.parameters.clear_grads()
+        return None
+
+    def _complete(self, head: Head) -> Reduced:
         """Makes `.grad` the mean, by what all replicas say of their parts."""
-        head = self._ballot.sums()
         if head.skips:
             self._model.parameters.clear_grads()
             return _SKIPPED
         if not head.weight:
             raise RuntimeError(refusals.WEIGHTLESS)
-        noise, norms = None, self._reducer.rescale(head.weight)
-        if norms is not None:
-            noise = Measured(norms, weight=head.weight, num=round(head.gradients))
-        return Reduced(
-            weight=head.weight,
-            samples=round(head.samples),
-            noise=noise,
-            # Times come from the ballot too: what decides on later steps must be the same
-            # everywhere.
-            cost=head.seconds / max(head.step_seconds, 1e-9),
-        )
+        return _reduced(head, self._reducer.rescale(head.weight))
+
+
+def _reduced(head: Head, norms: Fetched | None) -> Reduced:
+    """The result of a step, by the sums over all replicas."""
+    noise = None
+    if norms is not None:
+        noise = Measured(norms, weight=head.weight, num=round(head.gradients))
+    return Reduced(
+        weight=head.weight,
+        samples=round(head.samples),
+        noise=noise,
+        # Times come from the ballot too: what decides on later steps must be the same everywhere.
+        cost=head.seconds / max(head.step_seconds, 1e-9),
+    )

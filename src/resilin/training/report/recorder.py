@@ -170,7 +170,6 @@ class Recorder:
         self._log: _LogFile | None = None
         self._before: float | None = None
         self._introduced = False
-        self._first = engine.membership.replica == 0
         self._budget = _Budget()
         self._wanted = False
         self._open = False
@@ -180,9 +179,14 @@ class Recorder:
         if directory is not None:
             if self._first and resumed and (last := last_event(directory)) is not None:
                 self._before = last.time
-            self._log = _LogFile(directory, f"replica-{engine.membership.replica}")
+            self._log = _LogFile(directory, engine.log_name)
             self._events.log = self._log.write
             atexit.register(self.close)
+
+    @property
+    def _first(self) -> bool:
+        """Whether this replica reports for all; with other members it may be another one."""
+        return self._engine.membership.is_first
 
     # A step --------------------------------------------------------------------------------
 
@@ -334,6 +338,27 @@ class Recorder:
                 f"Python {platform.python_version()}",
             )
         )
+
+    def reformed(self, replicas_before: int, reason: str, seconds: float) -> None:
+        """Reports that members have changed, and nobody was restarted.
+
+        Args:
+            replicas_before: Number of replicas before that.
+            reason: What has changed.
+            seconds: Time without training.
+        """
+        # Whoever reports from here on need not say again what is trained.
+        self._introduced = self._introduced or self._timeline.clock.steps > 0
+        if self._first and self._events.is_heard:
+            self._emit(
+                RescaleEvent(
+                    **self._events.stamp(),
+                    replicas_before=replicas_before,
+                    replicas=self._engine.membership.num_replicas,
+                    reason=reason,
+                    seconds=seconds,
+                )
+            )
 
     def epoch_over(self) -> None:
         """Reports that an epoch of the training loader is over."""

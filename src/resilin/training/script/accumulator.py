@@ -141,14 +141,26 @@ class Accumulator(MutableMapping[Any, Any]):
                 "all replicas"
             )
         self._sums[key] = value._value if isinstance(value, _Term) else _number(value)
+        self._keep_for_others()
 
     def __delitem__(self, key: Any) -> None:
         if self._total is None:
             del self._sums[key]
+            self._keep_for_others()
             return
         del self._total[key]
         # Only others may have added to it.
         self._sums.pop(key, None)
+        self._keep_for_others()
+
+    def _keep_for_others(self) -> None:
+        """Keeps the sums where those that outlive this replica find them, in a live job.
+
+        What is on a device stays there: they lack it.
+        """
+        live = current_job().live
+        if live is not None and not any(isinstance(each, Tensor) for each in self._sums.values()):
+            live.sums_changed()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._sums if self._total is None else self._total)
@@ -184,10 +196,23 @@ class Accumulator(MutableMapping[Any, Any]):
             self._total = None
 
     def _reduce(self) -> dict[Any, float]:
-        peers = current_job().engine.collectives()
         # From here on they are numbers, which are not read again.
-        sums = _fetch(self._sums)()
-        self._sums = dict(sums)
+        self._sums = dict(_fetch(self._sums)())
+        # As JSON: a replica that was lost to the others meanwhile is told the answer.
+        answer = current_job().engine.ask(
+            lambda peers: split("Accumulator", self._add_up(peers))[0]
+        )
+        total: dict[Any, float] = join(answer, {})
+        live = current_job().live
+        if live is not None:
+            live.sums_read()
+        return total
+
+    def _add_up(self, peers: Collectives) -> dict[Any, float]:
+        # The processes of one replica have seen the same data.
+        membership = current_job().engine.membership
+        share = membership.num_replicas / membership.num_processes
+        sums = {key: value * share for key, value in _fetch(self._sums)().items()}
         if peers.num == 1:
             return sums
         keys = sorted(sums, key=repr)

@@ -24,6 +24,7 @@ def checkpoint_to(
     keep: int = 3,
     keep_every: int | None = None,
     memory_every: int | Literal["auto"] | None = "auto",
+    memory_holders: int = 1,
 ) -> None:
     """Set where and how often the job saves its state. Call it before the loop over epochs.
 
@@ -43,6 +44,9 @@ def checkpoint_to(
             `auto` makes them as often as pays off, by their cost and the time that the job has
             run for: nearly every step after a start, later every few seconds (see
             `resilin.core.recovery.seconds_between_copies`). None makes none.
+        memory_holders: Processes that keep each part of a tensor that is split over processes. With
+            2, memory has all of the state after the loss of a host: two of those that have a part
+            keep it, or one of them and a buddy on another host, to which it is sent.
 
     Raises:
         ValueError: A setting is out of range, or the job has started.
@@ -61,6 +65,7 @@ def checkpoint_to(
         keep=keep,
         keep_every=keep_every,
         memory_every=memory_every,
+        memory_holders=memory_holders,
     )
 
 

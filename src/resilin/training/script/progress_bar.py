@@ -25,7 +25,7 @@ def progress_bar(loader: AdaptiveDataLoader, *, stream: TextIO | None = None) ->
             minute.
     """
     job = loader.job
-    if job.engine.membership.replica != 0:
+    if not job.engine.membership.is_first:
         yield from loader
         return
     shown = _Pass(job, loader)

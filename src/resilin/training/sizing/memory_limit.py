@@ -18,6 +18,7 @@ from torch import Tensor
 from resilin.core import _validate
 from resilin.engine import devices
 from resilin.engine.base import Engine
+from resilin.engine.lost import PeerLost
 
 SHARE = 0.9
 """Fraction of a device's memory that micro-batches may take."""
@@ -167,17 +168,25 @@ class SharedLimit:
     def _own(self) -> int | None:
         return None if self._local is None else self._local.limit
 
-    def agree(self) -> None:
-        """Called by all replicas before a step of training."""
+    def agree(self) -> bool:
+        """Called by all replicas before a step of training.
+
+        Returns:
+            Whether they agree; not if one was lost meanwhile.
+        """
         if self._generation != self._engine.membership.generation:
             self._generation = self._engine.membership.generation
             # Replicas that have joined know no limit. All watch their memory, or the vote tells.
             self._told, self._exchanges = None, self._exchanges or self._always
         if not self._exchanges:
-            return
+            return True
         self._exchanges, self._told = False, self._own
-        limits = [limit for limit in self._engine.gather(self._told) if limit is not None]
+        try:
+            limits = [limit for limit in self._engine.gather(self._told) if limit is not None]
+        except PeerLost:
+            return False  # the next generation exchanges again
         self.limit = min(limits, default=None)
+        return True
 
     def vote(self) -> float:
         """Whether this replica's limit has changed, as a number."""

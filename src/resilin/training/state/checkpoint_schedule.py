@@ -6,10 +6,10 @@ import logging
 import time
 from datetime import timedelta
 
-import torch.distributed as dist
-
 from resilin.core.events import CheckpointEvent
 from resilin.engine.base import Engine
+from resilin.engine.collectives import Group
+from resilin.engine.lost import PeerLost
 from resilin.training.events import Events, Stamp
 from resilin.training.state.checkpoint import CheckpointError, Checkpoints
 from resilin.training.state.checkpoint.commit import Commit
@@ -51,7 +51,7 @@ class CheckpointSchedule:
         self._saved: Version | None = None
         self._begun_step = 0
         self._begun_time = time.monotonic()
-        self._group: dist.ProcessGroup | None = None
+        self._group: Group | None = None
 
     def prepare(self) -> None:
         """Makes the group of the saving thread. Collective.
@@ -59,6 +59,10 @@ class CheckpointSchedule:
         Called in the same order on all replicas; a thread must not be the first to ask for it.
         """
         self._group = self._engine.group("storage")
+
+    def let_go(self) -> None:
+        """Gives the group of a generation up that is over; `prepare` makes that of the next one."""
+        self._group = None
 
     def start(self, step: int, resumed: Version | None, *, from_checkpoint: bool) -> None:
         """Counts from here.
@@ -91,7 +95,12 @@ class CheckpointSchedule:
         """Begins to save the present state, after the save in flight has ended. Collective."""
         assert self.checkpoints is not None
         self.end()
-        self.checkpoints.begin_save(self._snapshot(version), self._group)
+        try:
+            self.checkpoints.begin_save(self._snapshot(version), self._group)
+        except PeerLost as lost:
+            # The members that are left begin one when it is due for them.
+            logger.info("a checkpoint was given up: %s", lost)
+            return
         self._saved = version
         self._begun_step, self._begun_time = version.step, time.monotonic()
 
@@ -113,24 +122,29 @@ class CheckpointSchedule:
         else:
             self._report_saved(commit)
 
-    def save(self, version: Version) -> None:
-        """Saves the present state, unless that was done, and returns when it is. Collective."""
+    def save(self, version: Version) -> bool:
+        """Saves the present state, unless that was done, and returns when it is. Collective.
+
+        Returns:
+            Whether it is saved, or need not be.
+        """
         if self.checkpoints is None:
-            return
+            return True
         self.end()
         saved = self._saved
         if saved is not None and (saved.step, saved.epoch) == (version.step, version.epoch):
-            return
+            return True
         try:
             commit = self.checkpoints.save(self._snapshot(version), self._group)
-        except CheckpointError as error:
+        except (CheckpointError, PeerLost) as error:
             logger.error("the last checkpoint failed: %s", error)
             self._report_failed(error)
-            return
+            return False
         self._report_saved(commit)
         self._saved = version
         if self._engine.membership.is_first:
             logger.info("saved step %d in %s", commit.version.step, commit.path)
+        return True
 
     def save_from_memory(self, memory: MemoryCopies) -> None:
         """Saves the newest copy of this host's memory, without any other replica.
@@ -175,7 +189,7 @@ class CheckpointSchedule:
             )
         )
 
-    def _report_failed(self, error: CheckpointError) -> None:
+    def _report_failed(self, error: Exception) -> None:
         if self._engine.membership.is_first:
             place = self._settings.checkpoint_dir or ""
             stamp = self._events.stamp()

@@ -204,7 +204,10 @@ class DivergenceCheck:
         trained = {
             name: parameter
             for name, parameter in self._module.named_parameters()
-            if parameter.requires_grad and name not in ignored
+            if parameter.requires_grad
+            and name not in ignored
+            # Each process has another shard.
+            and not hasattr(parameter, "device_mesh")
         }
         return _Taken(step, began, said, trained)
 

@@ -4,7 +4,8 @@ After each step the replicas of a host copy the state into files in memory, whic
 restarted process on the host finds the last completed step there; a host without a copy gets it
 from one that has it. Each replica writes only its share, and that of its neighbour, so a host loses
 nothing if any one of its replicas dies at any moment. Two files per share are written alternately,
-and are marked complete last of all.
+and are marked complete last of all. Of tensors that are split over the processes each writes its
+part alone, and all hosts together have the whole; buddies may keep a second copy of it.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from resilin.core.placement import Piece, deal
 from resilin.core.recovery import complete_copies, next_buffer, shares_written
 from resilin.engine.processes import process_gone
+from resilin.training.state.buddy_copies import BuddyCopies, Incoming, Outgoing
 from resilin.training.state.memory_file import (
     DATA,
     FileWriter,
@@ -30,14 +33,16 @@ from resilin.training.state.memory_file import (
     generation_of,
     read_meta,
     read_pieces,
+    read_unchanged,
 )
-from resilin.training.state.placement import Piece, Placement, Split, deal
+from resilin.training.state.memory_pieces import offer_of
+from resilin.training.state.offers import Offer
 from resilin.training.state.replica_parts import OwnState
 from resilin.training.state.shards import (
     Held,
     Shard,
     Sharded,
-    own_pieces,
+    kept_pieces,
     split_shapes,
     whole_pieces,
 )
@@ -83,6 +88,8 @@ class StagedCopy(NamedTuple):
     """Placement of the replica."""
     shares: list[StagedShare]
     """The shares that the replica writes."""
+    outgoing: Outgoing | None = None
+    """The part of them that its buddy keeps as well."""
 
 
 class _Texts:
@@ -120,30 +127,19 @@ class MemoryCopies:
 
     Args:
         directory: A directory in memory, for this job alone; created if missing.
+        holders: Processes that keep each part of a tensor; more than one keeps it if the host of
+            one is lost.
 
     Raises:
         ValueError: The directory belongs to another user, who could forge its contents.
     """
 
-    def __init__(self, directory: Path) -> None:
-        for missing in reversed([d for d in directory.parents if not d.exists()]):
-            missing.mkdir(mode=0o700, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
-        parent = directory.parent.stat()
-        replaceable = parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX
-        if parent.st_uid not in (0, os.getuid()) or replaceable:
-            raise ValueError(
-                f"{directory.parent} must belong to user {os.getuid()} or root and be writable by "
-                f"no other, who could replace {directory.name}; it belongs to {parent.st_uid} and "
-                f"has mode {parent.st_mode & 0o1777:o}"
-            )
-        status = directory.stat()
-        if status.st_uid != os.getuid() or status.st_mode & 0o022:
-            raise ValueError(
-                f"{directory} must belong to user {os.getuid()} and be writable by no other; it "
-                f"belongs to {status.st_uid} and has mode {status.st_mode & 0o777:o}"
-            )
+    def __init__(self, directory: Path, *, holders: int = 1) -> None:
+        _make(directory)
         self.directory = directory
+        self.buddies: BuddyCopies | None = None
+        """Copies that other hosts keep for this process, and it for them; None for none."""
+        self._holders = holders
         self._writers: dict[tuple[int, int], FileWriter] = {}
         self._turn = 0
         self._writer_process = Writer.here()
@@ -191,6 +187,7 @@ class MemoryCopies:
         num = place.num_local_processes
         dealt = self._deal(snapshot.tensors, num)
         staged = []
+        outgoing: Outgoing | None = None
         for share in shares_written(place.local_process, num):
             meta: dict[str, Any] = {
                 "share": share,
@@ -203,9 +200,13 @@ class MemoryCopies:
                 meta["tree"] = snapshot.tree
                 meta["split"] = split_shapes(snapshot.tensors)
             pieces = whole_pieces(snapshot.tensors, dealt[share])
+            num_before = len(pieces)
             if share == place.local_process:
                 meta["sums"] = {"replica": place.process, "of": sums}
-                pieces.update(own_pieces(snapshot.tensors))
+                stay, away = _divided(snapshot.tensors, self._holders, self.buddies)
+                num_before += len(stay)
+                # The last ones are for the buddy, too.
+                pieces.update(stay | away)
                 if own is not None and own.tree:
                     meta["own"] = own.tree
                     pieces.update(whole_pieces(own.tensors, own.tensors))
@@ -213,7 +214,14 @@ class MemoryCopies:
             if block is None or not block.fits(pieces):
                 block = self._blocks[share] = Block(pieces, DATA)
             staged.append(StagedShare(share, meta, block, block.begin(pieces), pieces))
-        return StagedCopy(snapshot.version, place, staged)
+            if share == place.local_process and self._sends(snapshot.tensors):
+                outgoing = Outgoing(meta, block.last(len(pieces) - num_before))
+        return StagedCopy(snapshot.version, place, staged, outgoing)
+
+    def _sends(self, tensors: Mapping[str, Held]) -> bool:
+        buddies = self.buddies
+        split = (isinstance(held, Sharded) for held in tensors.values())
+        return buddies is not None and buddies.are_there and any(split)
 
     def _deal(self, tensors: Mapping[str, Held], num: int) -> list[list[str]]:
         """The names of the whole tensors of each share; computed again when a size changes."""
@@ -236,14 +244,15 @@ class MemoryCopies:
             OSError: There is no room for it. The previous copy is untouched.
             RuntimeError: A process of another job writes to the same file.
         """
+        for share in copy.shares:
+            share.wait()
+            sums = share.meta.get("sums", {})
+            if callable(sums.get("of")):
+                sums["of"] = sums["of"]()
         before = self._turn
         self._turn = next_buffer(before, again=again)
         try:
             for share in copy.shares:
-                share.wait()
-                sums = share.meta.get("sums", {})
-                if callable(sums.get("of")):
-                    sums["of"] = sums["of"]()
                 share.meta["previous"] = None if previous is None else astuple(previous)
                 writer = self._writer(copy.version, share.number, copy.place)
                 writer.write(copy.version, share.block, self._texts.encode(share.meta))
@@ -251,6 +260,13 @@ class MemoryCopies:
             # Otherwise the next one would overwrite the last complete one.
             self._turn = before
             raise
+
+    def write_for_wards(self, copy: StagedCopy, found: Sequence[Incoming]) -> None:
+        """Writes what other processes have sent, as `write` does with what was staged."""
+        assert self.buddies is not None
+        place = copy.place
+        where = place.host, place.local_process, place.num_local_processes
+        self.buddies.write(self.directory, copy.version, found, where)
 
     def _writer(self, version: Version, share: int, place: Place) -> FileWriter:
         key = (share, self._turn)
@@ -269,7 +285,8 @@ class MemoryCopies:
         return sorted(self._complete(), reverse=True)
 
     def _complete(self) -> dict[Version, list[Found]]:
-        return complete_copies(self._files())
+        # What is kept for processes of other hosts is no share of this one.
+        return complete_copies(file for file in self._files() if "ward" not in file.meta)
 
     def _files(self) -> Iterator[Found]:
         for path in sorted(self.directory.iterdir()):
@@ -277,8 +294,12 @@ class MemoryCopies:
             if file is not None:
                 yield file
 
-    def read(self, version: Version) -> Snapshot:
-        """Reads a state that is here completely; of split tensors, the pieces that are here.
+    def read(self, version: Version, *, pieces: bool = True) -> Snapshot:
+        """Reads a state that is here completely.
+
+        Args:
+            version: Which state it is.
+            pieces: Whether to read the pieces of split tensors that are here, too.
 
         Raises:
             LookupError: It is not, or not any more.
@@ -294,24 +315,20 @@ class MemoryCopies:
             whole = {p for p, _ in file.placements() if p[1] is None and p[0] not in own}
             found = _read(file, whole.__contains__)
             tensors.update((name, tensor) for (name, _), tensor in found.items())
-        for file in self._files():
+        for file in self._files() if pieces else ():
             if file.version == version and file.host == files[0].host:
                 _add_shards(tensors, file)
         assert tree is not None, "share 0 has the tree"
         return Snapshot(version, tree, tensors)
 
-    def split(self, version: Version) -> dict[str, Split]:
-        """The split tensors of a state that is here completely, with the pieces that are here."""
+    def is_split(self, version: Version) -> bool:
+        """Whether a state that is here completely has tensors that are split over processes."""
+        return any(file.meta.get("split") for file in self._complete()[version])
+
+    def offer(self, version: Version) -> Offer:
+        """The pieces of split tensors that are here of a state."""
         files = [file for file in self._files() if file.version == version]
-        shapes: dict[str, list[int]] = {}
-        for file in files:
-            shapes.update(file.meta.get("split", {}))
-        found: dict[str, list[Placement]] = {name: [] for name in shapes}
-        for file in files:
-            for (name, placement), _ in file.placements():
-                if placement is not None:
-                    found[name].append(placement)
-        return {name: Split(tuple(shapes[name]), tuple(held)) for name, held in found.items()}
+        return offer_of(self.directory, files)
 
     def num_replicas(self, version: Version) -> int:
         """Number of replicas of the job when a complete state was written."""
@@ -393,29 +410,60 @@ class MemoryCopies:
         """Remove the files of this replica; others may still need theirs."""
         for writer in self._writers.values():
             writer.path.unlink(missing_ok=True)
+        if self.buddies is not None:
+            self.buddies.withdraw()
         self.close()
 
     def close(self) -> None:
         """Close the files, without removing them."""
+        if self.buddies is not None:
+            self.buddies.close()
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
 
 
-def _read(file: Found, wanted: Callable[[Piece], bool]) -> dict[Piece, Tensor]:
-    """Reads pieces of a file that its writer may change meanwhile.
+def _divided(
+    tensors: Mapping[str, Held], holders: int, buddies: BuddyCopies | None
+) -> tuple[dict[Piece, Tensor], dict[Piece, Tensor]]:
+    """Pieces of split tensors that are written here alone, and those that a buddy keeps as well."""
+    stay: dict[Piece, Tensor] = {}
+    away: dict[Piece, Tensor] = {}
+    for kept in kept_pieces(tensors, holders):
+        lonely = buddies is not None and buddies.lacks(kept.keepers)
+        (away if lonely and kept.is_first else stay)[kept.piece] = kept.data
+    if away and buddies is not None:
+        buddies.warn(holders)
+    return stay, away
+
+
+def _make(directory: Path) -> None:
+    """Makes a directory that nobody else can write to.
 
     Raises:
-        LookupError: It did.
+        ValueError: Another user could forge its contents.
     """
-    try:
-        found = read_pieces(file, wanted)
-    except (OSError, ValueError) as error:
-        raise LookupError(f"{file.path} changed while it was read: {error}") from error
-    again = read_meta(file.path)
-    if again is None or again.version != file.version:
-        raise LookupError(f"{file.path} was overwritten while it was read")
-    return found
+    for missing in reversed([d for d in directory.parents if not d.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    parent = directory.parent.stat()
+    replaceable = parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX
+    if parent.st_uid not in (0, os.getuid()) or replaceable:
+        raise ValueError(
+            f"{directory.parent} must belong to user {os.getuid()} or root and be writable by "
+            f"no other, who could replace {directory.name}; it belongs to {parent.st_uid} and "
+            f"has mode {parent.st_mode & 0o1777:o}"
+        )
+    status = directory.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise ValueError(
+            f"{directory} must belong to user {os.getuid()} and be writable by no other; it "
+            f"belongs to {status.st_uid} and has mode {status.st_mode & 0o777:o}"
+        )
+
+
+def _read(file: Found, wanted: Callable[[Piece], bool]) -> dict[Piece, Tensor]:
+    return read_unchanged(file, lambda: read_pieces(file, wanted))
 
 
 def _add_shards(tensors: dict[str, Held], file: Found) -> None:

@@ -15,20 +15,22 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import memmove
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from resilin.core.placement import Piece, Placement
 from resilin.core.recovery import CopyFile
 from resilin.engine.processes import process_gone, process_start
-from resilin.training.state.placement import Piece, Placement
 from resilin.training.state.snapshot import Version
-from resilin.training.state.stage import Block, Layout
+from resilin.training.state.stage import Block, Bytes, Layout
+
+_T = TypeVar("_T")
 
 FORMAT = 3
 """Version of the files. Others are passed over: their job runs another resilin."""
@@ -98,7 +100,7 @@ class FileWriter:
         self._layout: Layout | None = None
         self._end = DATA
 
-    def write(self, version: Version, block: Block, meta: str) -> None:
+    def write(self, version: Version, block: Block | Bytes, meta: str) -> None:
         """Copies tensors and JSON into the file; complete when it returns.
 
         Args:
@@ -233,6 +235,26 @@ def read_meta(path: Path) -> Found | None:
     )
 
 
+def read_unchanged(file: Found, read: Callable[[], _T]) -> _T:
+    """The result of reading a file that its writer may change meanwhile.
+
+    Args:
+        file: The file, as it was found.
+        read: Reads from it.
+
+    Raises:
+        LookupError: It did.
+    """
+    try:
+        found = read()
+    except (OSError, ValueError) as error:
+        raise LookupError(f"{file.path} changed while it was read: {error}") from error
+    again = read_meta(file.path)
+    if again is None or again.version != file.version:
+        raise LookupError(f"{file.path} was overwritten while it was read")
+    return found
+
+
 def read_pieces(file: Found, wanted: Callable[[Piece], bool]) -> dict[Piece, Tensor]:
     """Copies of some pieces of a file, on the CPU.
 
@@ -252,3 +274,23 @@ def read_pieces(file: Found, wanted: Callable[[Piece], bool]) -> dict[Piece, Ten
         for (piece, dtype), row in rows
         if wanted(piece)
     }
+
+
+def read_regions(file: Found, asked: Sequence[tuple[int, tuple[slice, ...]]]) -> list[Tensor]:
+    """Copies of regions of some tensors of a file, on the CPU; the rest is not touched.
+
+    Args:
+        file: The file.
+        asked: The row of each tensor in the JSON of the file, and the region.
+
+    Raises:
+        OSError: The file is gone.
+        ValueError: It is not what its JSON says.
+    """
+    with file.path.open("rb") as stream:
+        memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    found = []
+    for row, region in asked:
+        _, dtype, shape, offset, *_ = file.meta["tensors"][row]
+        found.append(_view(memory, getattr(torch, dtype), shape, offset)[region].clone())
+    return found

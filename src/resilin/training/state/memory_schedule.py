@@ -13,11 +13,13 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 from resilin.core.recovery import is_kept, may_forget, may_vote, seconds_between_copies
 from resilin.engine.base import Engine
+from resilin.training.state.buddy_copies import BuddyCopies, Incoming
 from resilin.training.state.memory import MemoryCopies, Place, StagedCopy
 from resilin.training.state.registry import Registry
 from resilin.training.state.snapshot import Version
@@ -146,6 +148,32 @@ class MemorySchedule:
         self._retry_step = 0
         self._warned = False
 
+    def reformed(self, state: Version) -> None:
+        """Begins anew in another generation of members that kept running.
+
+        Args:
+            state: The state that it continues with. The copies of earlier generations stay until
+                the first one of this generation is complete everywhere.
+        """
+        self.wait()
+        if self.memory is not None and self._kept is not None:
+            # Members may change more often than copies are made: only the last copy stays.
+            self.memory.forget(before=state.generation, but=self._kept)
+        self.resumed = self._kept or state
+        self._kept, self._num_kept, self._all_kept, self._forgot = None, 0, False, False
+
+    def form(self, holders: int) -> None:
+        """Finds out who keeps copies for whom in this generation. Collective.
+
+        Args:
+            holders: Processes that are to keep each part of a tensor.
+        """
+        if holders == 1:
+            return
+        found = BuddyCopies.form(self._engine, keeps=self.memory is not None)
+        if self.memory is not None:
+            self.memory.buddies = found
+
     # The vote ------------------------------------------------------------------------------
 
     def votes(self) -> tuple[float, float]:
@@ -220,13 +248,19 @@ class MemorySchedule:
         memory = self.memory
         if memory is None or self._interval.every is None or version == self._kept:
             return
-        if self._failures and version.step < self._retry_step:
+        paused = self._failures > 0 and version.step < self._retry_step
+        buddies = memory.buddies
+        if buddies is not None and buddies.are_there:
+            # Others wait for this process, whether it has room or not.
+            if buddies.last == version:
+                return
+        elif paused:
             return
         began = time.monotonic()
         self.lock.acquire()
         try:
-            staged = self._stage(memory, version)
-            writing = self._thread.submit(self._write_out, memory, staged)
+            staged = None if paused else self._stage(memory, version)
+            writing = self._thread.submit(self._write_out, memory, version, staged)
         except BaseException:
             self.lock.release()
             raise
@@ -289,24 +323,55 @@ class MemorySchedule:
 
     # In the thread -------------------------------------------------------------------------
 
-    def _write_out(self, memory: MemoryCopies, staged: StagedCopy) -> bool:
-        """Write a copy, with or without those of earlier generations; whether there was room."""
+    def _write_out(self, memory: MemoryCopies, version: Version, staged: StagedCopy | None) -> bool:
+        """Write a copy and, after it, those of other processes; whether there was room for it.
+
+        Without a copy of its own this process only takes part in the exchange.
+        """
         try:
-            self._forget_earlier(memory)
-            try:
-                self._write(memory, staged, again=False)
-            except OSError:
-                # Not the state that this generation resumed from: until its first own copy is
-                # complete on all replicas, that is the only one.
-                memory.forget(before=staged.version.generation, but=self.resumed)
-                try:
-                    self._write(memory, staged, again=self._needs_resumed(memory))
-                except OSError as error:
-                    self._failed(memory, staged.version, error)
-                    return False
-            return True
+            fits = staged is not None and self._write_own(memory, staged)
+            if memory.buddies is not None and memory.buddies.are_there:
+                found = memory.buddies.exchange(
+                    version, None if staged is None else staged.outgoing
+                )
+                if staged is not None:
+                    self._write_for_wards(memory, staged, found)
+            return fits
         finally:
             self.lock.release()
+
+    def _write_own(self, memory: MemoryCopies, staged: StagedCopy) -> bool:
+        """Write a copy, with or without those of earlier generations; whether there was room."""
+        self._forget_earlier(memory)
+        try:
+            self._write(memory, staged, again=False)
+        except OSError:
+            self._forget_unneeded(memory, staged)
+            try:
+                self._write(memory, staged, again=self._needs_resumed(memory))
+            except OSError as error:
+                self._failed(memory, staged.version, error)
+                return False
+        return True
+
+    def _write_for_wards(
+        self, memory: MemoryCopies, staged: StagedCopy, found: Sequence[Incoming]
+    ) -> None:
+        """Write what other processes have sent. Without room, they have it on their own hosts."""
+        try:
+            memory.write_for_wards(staged, found)
+        except OSError:
+            self._forget_unneeded(memory, staged)
+            try:
+                memory.write_for_wards(staged, found)
+            except OSError as error:
+                assert memory.buddies is not None
+                memory.buddies.failed(memory.directory, staged.version, error)
+
+    def _forget_unneeded(self, memory: MemoryCopies, staged: StagedCopy) -> None:
+        # Not the state that this generation resumed from: until its first own copy is complete on
+        # all replicas, that is the only one.
+        memory.forget(before=staged.version.generation, but=self.resumed)
 
     def _write(self, memory: MemoryCopies, staged: StagedCopy, *, again: bool) -> None:
         previous = self.resumed if again else self._kept or self.resumed

@@ -138,6 +138,12 @@ def preserved() -> Iterator[None]:
         _put(before)
 
 
+def remembered() -> Callable[[], None]:
+    """A function that puts the global generators back to what they are now."""
+    now = {name: state.clone() for name, state in _states().items()}
+    return lambda: _put(now)
+
+
 class RandomStates:
     """The generators of this replica, for the registry.
 

@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from resilin.engine import environment
 from resilin.engine.base import Engine
@@ -29,6 +30,9 @@ from resilin.training.state.snapshot import Version
 from resilin.training.timeline import Timeline
 
 logger = logging.getLogger("resilin")
+
+ATTEMPTS = 3
+"""Attempts at the last checkpoint of a job, each of which may lose a member."""
 
 
 class Recovery:
@@ -62,7 +66,10 @@ class Recovery:
         self._flush_log = flush_log
         self._saves = CheckpointSchedule(settings, engine, registry, events)
         directory = memory_directory(engine, settings)
-        memory = None if directory is None else MemoryCopies(directory)
+        memory = (
+            None if directory is None else MemoryCopies(directory, holders=settings.memory_holders)
+        )
+        self._holders = settings.memory_holders
         self._copies = MemorySchedule(memory, settings.memory_every, engine, registry)
         self._risk = RiskReport(self._copies, events)
         self._start = startup.Start()
@@ -70,7 +77,8 @@ class Recovery:
         self._counted: tuple[float, ...] = ()
         self._listening = False
         self._finish_registered = False
-        self.active = memory is not None or self._saves.checkpoints is not None
+        # A live job has a state that its members give each other, also if it keeps none.
+        self.active = engine.live or memory is not None or self._saves.checkpoints is not None
         """Whether any replica can save state."""
 
     @property
@@ -111,6 +119,7 @@ class Recovery:
         from_checkpoint = start.source == "checkpoint"
         self._saves.start(self._seen.step, start.resumed, from_checkpoint=from_checkpoint)
         self._copies.resumed = start.resumed
+        self._copies.form(self._holders)
         if not from_checkpoint and not start.in_memory:
             # What is in the memory of all hosts, or on storage, is not written again.
             self._copies.keep(self._seen)
@@ -118,6 +127,43 @@ class Recovery:
             self._copies.wait()
         self.listen()
         self._copies.step_begins()
+
+    @property
+    def directory(self) -> Path | None:
+        """Directory of this host's memory copies; None if there are none."""
+        return None if self._copies.memory is None else self._copies.memory.directory
+
+    @property
+    def branch(self) -> int:
+        """Random number of the start of the job, the same on all replicas."""
+        return self._start.branch
+
+    def let_go(self) -> None:
+        """Gives up the groups of a generation that is over."""
+        self._saves.let_go()
+
+    def reformed(self, state: Version, branch: int, *, joins: bool) -> None:
+        """Continues in a generation that was formed by members of which some kept running.
+
+        Args:
+            state: The state that all of them have.
+            branch: That of the start of the job.
+            joins: Whether this replica has just come, and has got that state.
+        """
+        if joins:
+            self._start = startup.Start(branch=branch, resumed=state, source="peers")
+            self._saves.start(state.step, state, from_checkpoint=False)
+        self._saves.prepare()
+        self._seen = self._version()
+        self._copies.reformed(self._seen)
+        self._copies.form(self._holders)
+        self.listen()
+        self._copies.step_begins()
+
+    def end_early(self) -> None:
+        """Ends what this process does for the job, which continues without it."""
+        self._engine.unwatch()
+        self._copies.wait()
 
     def listen(self) -> None:
         """Treat signals as requests to stop, and watch this replica. Collective."""
@@ -158,11 +204,13 @@ class Recovery:
         """The same between two epochs, where there was no ballot: the replicas ask each other."""
         if not self.active:
             return
-        everyone = self._engine.gather(self.votes(ahead=0))
+        everyone = self._engine.ask(lambda members: members.gather(self.votes(ahead=0)))
         self._settle(self._version(), tuple(map(sum, zip(*everyone, strict=True))))
 
     def _version(self) -> Version:
         now = self._timeline
+        # That of now, also if an earlier one has committed the last step: the present one has
+        # begun with it, and each generation has its own files.
         return Version(
             self._engine.membership.generation, now.clock.steps, now.epoch, self._start.branch
         )
@@ -175,11 +223,13 @@ class Recovery:
         self._registry.warn_of_unclaimed()
         self._saves.report_ended()
         self._copies.counted(copy, failed)
-        if self._engine.membership.is_first:
+        if self._engine.membership.is_first and not self._engine.live:
+            # A live job continues with the state of its members.
             self._risk.update(self.at_risk)
-        if self._copies.is_due(version.step, stopping=bool(stop)):
+        stops = self._engine.stops(stop)
+        if self._copies.is_due(version.step, stopping=stops):
             self._copies.keep(version)
-        if stop:
+        if stops:
             self._stop(version)
         if save:
             self._saves.begin(version)
@@ -190,7 +240,8 @@ class Recovery:
         """Largest number of completed steps that a lost worker can cost.
 
         With memory copies that is their interval minus one. Without, it is the steps since the last
-        checkpoint. It holds while a host with a copy is alive.
+        checkpoint. It holds while a host with a copy is alive; of tensors that are split, while
+        each part of them is on one that is.
         """
         steps = self._copies.at_risk
         if steps is None:
@@ -230,7 +281,8 @@ class Recovery:
             return
         self._engine.require_members()
         self._copies.wait()
-        self._saves.save(self._version())
+        self._save_last()
+        self._engine.finish()
         self._engine.unwatch()
         self._engine.stop.release()
         self._listening = False
@@ -242,6 +294,13 @@ class Recovery:
         elif memory is not None and not self._finish_registered:
             self._finish_registered = True
             atexit.register(_forget, memory)
+
+    def _save_last(self) -> None:
+        """Saves the state with which the job ends, again if a member is lost in it."""
+        for _ in range(ATTEMPTS):
+            if self._saves.save(self._version()) or not self._engine.live:
+                return
+            self._engine.ask(lambda members: members.gather(None))
 
     def close(self) -> None:
         """Gives signals their handlers back and ends the watch. Copies in memory stay."""

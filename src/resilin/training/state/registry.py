@@ -15,9 +15,11 @@ from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+from resilin.core.placement import Stored, Wanted
 from resilin.training.state.replica_parts import OWN, SUMS, OwnState, is_past
 from resilin.training.state.shards import Held
 from resilin.training.state.snapshot import Branches, Json, Snapshot, Version, join, names, split
+from resilin.training.state.targets import state_for, wanted_by
 
 CURSORS = "loader/"
 """Prefix of the cursors of loaders."""
@@ -26,6 +28,8 @@ AGES = f"{SUMS}ages"
 
 resilin 0.1.0 passes over unknown names that begin like this one.
 """
+_LATE = (SUMS, OWN, CURSORS)
+"""Prefixes of parts that may be registered late: a loader is when it trains."""
 MODEL = "model"
 """The name of the model, whose state is compared before it is loaded."""
 
@@ -240,9 +244,7 @@ class Registry:
         left: dict[str, Json] = {}
         if self._first_replica:
             left, _ = self._left(
-                name
-                for name in self._unclaimed
-                if name.startswith(SUMS) and not is_past(name, epoch)
+                n for n in self._unclaimed if n.startswith(SUMS) and not is_past(n, epoch)
             )
         begun = {name: _begin(thing) for name, thing in self._summed.items()}
 
@@ -251,6 +253,11 @@ class Registry:
             return left | {name: split(name, dict(sums))[0] for name, sums in parts}
 
         return read
+
+    @property
+    def summed(self) -> Mapping[str, Summed]:
+        """Objects of which each replica has a part, by name."""
+        return self._summed
 
     def take_own(self) -> OwnState:
         """State that only this replica has. Tensors are not copied."""
@@ -267,6 +274,10 @@ class Registry:
         return tree, {each: self._restored.tensors[each] for each in names(tree)}
 
     # Restoring -----------------------------------------------------------------------------
+
+    def wanted(self, stored: Mapping[str, Stored]) -> Wanted:
+        """The pieces that registered objects need of a stored state; see `targets.wanted_by`."""
+        return wanted_by(self._shared, stored)
 
     def restore(
         self, snapshot: Snapshot, *, first_replica: bool, without: Collection[str] = ()
@@ -327,7 +338,7 @@ class Registry:
 
     def _claim(self, name: str, thing: Stateful, *, now: int | None) -> None:
         assert self._restored is not None
-        thing.load_state_dict(self._restored.state(name))
+        thing.load_state_dict(state_for(name, thing, self._restored))
         if now is not None and now > self._ages[name]:
             warnings.warn(
                 f"{name!r} was registered at step {now} and resumes from its state at step "
@@ -361,9 +372,7 @@ class Registry:
 
     def warn_of_unclaimed(self) -> None:
         """Warn once about restored state that no object has claimed."""
-        # A loader registers when it trains, which may be much later in the epoch.
-        late = (SUMS, OWN, CURSORS)
-        left = sorted(name for name in self._unclaimed if not name.startswith(late))
+        left = sorted(name for name in self._unclaimed if not name.startswith(_LATE))
         if left and self._first:
             warnings.warn(
                 f"the job resumes a state with {', '.join(map(repr, left))}, which nothing in "

@@ -1,7 +1,9 @@
 """The newest state of a job, found at its start in the memory of hosts or on storage.
 
 All replicas end up with the same state. Those on a host that has it read it there; the others get
-it from them, each holder sending a share. Storage is read only if no host has a later state.
+it from them, each holder sending a share. Tensors that are split over the processes are there if
+the pieces of all hosts together are the whole, and each process gets what it needs of them. Storage
+is read only if no host has a later state.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from resilin.core.placement import Asked
 from resilin.core.recovery import Held, candidates, next_generation
 from resilin.engine.base import Engine
 from resilin.engine.collectives import State
 from resilin.training.state.checkpoint import Checkpoints
 from resilin.training.state.memory import MemoryCopies
-from resilin.training.state.placement import Split, Wanted, is_covered
+from resilin.training.state.offers import Offer, Table
 from resilin.training.state.replica_parts import OwnState, add_up, gathered
 from resilin.training.state.shards import all_whole
 from resilin.training.state.snapshot import Json, Snapshot, Version
@@ -37,8 +40,8 @@ class Content(NamedTuple):
     """Replicas whose own state is there."""
     empty: Collection[int] = ()
     """Those of `owners` whose own state is empty."""
-    split: Mapping[str, Split] = {}
-    """Tensors that are split over the processes, with the pieces that are there."""
+    split: bool = False
+    """Whether it has tensors that are split over the processes."""
 
     def held(self, version: Version, num_replicas: int) -> Held:
         """The same as the record that decides which state wins.
@@ -65,7 +68,7 @@ class Content(NamedTuple):
             "sums": [[replica, dict(sums)] for replica, sums in self.sums.items()],
             "owners": sorted(self.owners),
             "empty": sorted(self.empty),
-            "split": {name: split.to_json() for name, split in self.split.items()},
+            "split": self.split,
         }
 
     @classmethod
@@ -78,7 +81,7 @@ class Content(NamedTuple):
             sums=dict(state["sums"]),
             owners=set(state["owners"]),
             empty=set(state["empty"]),
-            split={name: Split.from_json(each) for name, each in state["split"].items()},
+            split=state["split"],
         )
 
 
@@ -98,7 +101,7 @@ def newest_state(
     memory: MemoryCopies | None,
     checkpoints: Checkpoints | None,
     *,
-    wanted: Wanted | None = None,
+    wanted: Asked | None = None,
 ) -> Newest:
     """Find the latest state that any replica can find. Collective.
 
@@ -123,7 +126,7 @@ def newest_state(
                 memory.sums(v),
                 memory.owners(v),
                 memory.without_own(v),
-                memory.split(v),
+                memory.is_split(v),
             )
             for v in memory.versions()
         }
@@ -144,16 +147,19 @@ def newest_state(
         {Version.from_json(v): Content.from_json(content) for v, content in said["here"]}
         for said in everyone
     ]
-    versions = {v for each in contents for v in each}
-    # A copy whose pieces are not the whole, on all hosts together, is none.
-    covered = {v for v in versions if is_covered([c[v].split for c in contents if v in c])}
     held = [
         content.held(v, engine.membership.num_replicas)
         for each in contents
         for v, content in each.items()
-        if v in covered
     ]
+    split = {v for each in contents for v, content in each.items() if content.split}
+    pieces = _Pieces(engine, memory, split)
     order = candidates(held, saved)
+    while order and order[0].source == "memory" and not pieces.are_whole(order[0].version):
+        # A copy whose pieces are not the whole, on all hosts together, is none.
+        lacking = order[0].version
+        held = [each for each in held if each.version != lacking]
+        order = candidates(held, saved)
     for index, candidate in enumerate(order):
         if candidate.source == "checkpoint":
             assert checkpoints is not None
@@ -167,7 +173,9 @@ def newest_state(
             if snapshot is not None:
                 return Newest(snapshot, "checkpoint", generation)
             continue
-        snapshot = _from_memory(engine, memory, candidate.version, wanted)
+        if not pieces.are_whole(candidate.version):
+            continue
+        snapshot = _from_memory(engine, memory, candidate.version, wanted, pieces)
         if snapshot is None:
             continue
         found = [each.get(candidate.version) for each in contents]
@@ -244,14 +252,60 @@ def _gather_own(engine: Engine, here: Mapping[int, OwnState]) -> list[dict[int, 
     ]
 
 
+class _Pieces:
+    """The pieces of split tensors that all hosts have of a state, looked up when it is its turn.
+
+    Args:
+        engine: Who is in the job.
+        memory: The copies of this host.
+        split: Versions of the states that have split tensors.
+    """
+
+    def __init__(self, engine: Engine, memory: MemoryCopies | None, split: set[Version]) -> None:
+        self._engine = engine
+        self._memory = memory
+        self._split = split
+        self._known: dict[Version, tuple[Offer, Table]] = {}
+
+    def of(self, version: Version) -> tuple[Offer, Table] | None:
+        """The pieces of this host and of all; None if nothing is split. Collective."""
+        if version not in self._split:
+            return None
+        if version not in self._known:
+            offer = Offer.of(None) if self._memory is None else self._memory.offer(version)
+            self._known[version] = offer, Table.gather(self._engine, offer)
+        return self._known[version]
+
+    def are_whole(self, version: Version) -> bool:
+        """Whether the pieces of all hosts are the whole of every tensor. Collective."""
+        found = self.of(version)
+        if found is None:
+            return True
+        reason = found[1].missing()
+        if reason and self._engine.membership.is_first:
+            logger.warning("the memory copies of %s are incomplete: %s", version, reason)
+        return not reason
+
+
 def _from_memory(
-    engine: Engine, memory: MemoryCopies | None, version: Version, wanted: Wanted | None
+    engine: Engine,
+    memory: MemoryCopies | None,
+    version: Version,
+    wanted: Asked | None,
+    pieces: _Pieces,
 ) -> Snapshot | None:
     """A state that some host has in memory, on all replicas; None if it has gone."""
     mine: Snapshot | None = None
     if memory is not None and version in memory.versions():
         try:
-            mine = memory.read(version)
+            mine = memory.read(version, pieces=False)
         except LookupError as error:
             logger.warning("%s", error)
-    return transfer(engine, mine, version, wanted)
+    found = pieces.of(version)
+    if found is None:
+        return transfer(engine, mine, version)
+    try:
+        return transfer(engine, mine, version, wanted, offer=found[0], table=found[1])
+    except LookupError as error:
+        logger.warning("%s", error)
+        return None

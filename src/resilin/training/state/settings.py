@@ -29,6 +29,8 @@ class StateSettings:
     """Also keep one checkpoint for every this many steps."""
     memory_every: int | Literal["auto"] | None = "auto"
     """Steps between two memory copies; `auto`: as often as pays off; None: never."""
+    memory_holders: int = 1
+    """Processes that keep each part of a tensor that is split over processes."""
 
     def __post_init__(self) -> None:
         every = self.checkpoint_every
@@ -39,6 +41,7 @@ class StateSettings:
         _validate.whole("keep", self.keep, at_least=1)
         if self.keep_every is not None:
             _validate.whole("keep_every", self.keep_every, at_least=1)
+        _validate.whole("memory_holders", self.memory_holders, at_least=1)
         if isinstance(self.memory_every, int):
             _validate.whole("memory_every", self.memory_every, at_least=1)
         elif self.memory_every not in (None, "auto"):

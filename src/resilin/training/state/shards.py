@@ -1,20 +1,22 @@
 """Tensors of which a process holds pieces, beside those that every process holds whole.
 
 A state may have a `Sharded` wherever it may have a tensor. Whole tensors are dealt out to all
-processes to write; pieces are written by the process that holds them. An `Assembly` puts tensors
-together from pieces, in the split that a process asks for, whatever the split was before.
+processes to write; pieces are written by the processes that hold them, an equal part by each. An
+`Assembly` puts tensors together from pieces, in the split that a process asks for, whatever the
+split was before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from resilin.training.state.placement import Piece, Placement, Sizes, Wanted, deal, overlap
+from resilin.core.chunk_dealing import Dealing, keepers, ranges_kept
+from resilin.core.placement import Piece, Placement, Sizes, Wanted, deal, overlap
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +46,12 @@ class Sharded:
     """Its type."""
     shards: tuple[Shard, ...]
     """The pieces that are here."""
+    holders: Sizes = (0,)
+    """Numbers of all processes that hold exactly these pieces, in the same order on all of them."""
+    holder: int = 0
+    """Place of this process among them."""
+    origin: Tensor | None = field(default=None, repr=False)
+    """The tensor of which these are the local part, if a framework has split it."""
 
     def __post_init__(self) -> None:
         for shard in self.shards:
@@ -99,16 +107,65 @@ def split_shapes(tensors: Mapping[str, Held]) -> dict[str, Sizes]:
     return {name: held.shape for name, held in tensors.items() if isinstance(held, Sharded)}
 
 
-def own_pieces(tensors: Mapping[str, Held]) -> Iterator[tuple[Piece, Tensor]]:
-    """The pieces that this process holds, and therefore writes. Empty ones only of empty tensors.
+class Kept(NamedTuple):
+    """A part of a tensor that a process writes."""
 
-    An empty tensor has nothing but empty pieces, and one of them says that it is there.
+    piece: Piece
+    """Its name and placement."""
+    data: Tensor
+    """Its elements."""
+    keepers: Sizes
+    """Processes that write the same part; empty if only this process has it."""
+    is_first: bool
+    """Whether this process is the one of them that speaks for the part."""
+
+
+def own_pieces(tensors: Mapping[str, Held]) -> Iterator[tuple[Piece, Tensor]]:
+    """The pieces that this process writes, if each part is written by one of its holders."""
+    return ((kept.piece, kept.data) for kept in kept_pieces(tensors))
+
+
+def kept_pieces(tensors: Mapping[str, Held], copies: int = 1) -> Iterator[Kept]:
+    """The pieces that this process writes: its part of those that it holds.
+
+    Processes that hold the same pieces write equal parts of them. An empty tensor has nothing but
+    empty pieces, and one of them says that it is there; other empty pieces are left out.
+
+    Args:
+        tensors: The tensors, by name; the same names on all processes.
+        copies: Holders that are to write each part, if there are as many.
     """
+    shared: dict[tuple[Sizes, int], list[tuple[str, Shard]]] = {}
     for name, held in tensors.items():
-        if isinstance(held, Sharded):
-            for shard in held.shards:
-                if shard.data.numel() or 0 in held.shape:
-                    yield (name, shard.placement), shard.data
+        if not isinstance(held, Sharded):
+            continue
+        for shard in held.shards:
+            if shard.data.numel() and len(held.holders) > 1:
+                shared.setdefault((held.holders, held.holder), []).append((name, shard))
+            elif shard.data.numel() or (0 in held.shape and held.holder == 0):
+                yield Kept((name, shard.placement), shard.data, (), True)
+    for (holders, holder), chunks in shared.items():
+        yield from _dealt(chunks, holders, holder, copies)
+
+
+def _dealt(
+    chunks: list[tuple[str, Shard]], holders: Sizes, holder: int, copies: int
+) -> Iterator[Kept]:
+    """The parts of chunks that one of their holders writes."""
+    num = len(holders)
+    chunks = sorted(chunks, key=lambda each: (each[0], each[1].placement.offsets))
+    dealing = Dealing(
+        [shard.placement.sizes for _, shard in chunks],
+        [shard.data.element_size() for _, shard in chunks],
+        num,
+    )
+    for number in ranges_kept(holder, num, copies):
+        writers = tuple(holders[each] for each in keepers(number, num, copies))
+        for chunk, dim, begin, end in dealing.parts(number):
+            name, shard = chunks[chunk]
+            data = shard.data.narrow(dim, begin, end - begin) if shard.data.dim() else shard.data
+            piece = (name, shard.placement.part(dim, begin, end))
+            yield Kept(piece, data, writers, number == holder)
 
 
 class Assembly:

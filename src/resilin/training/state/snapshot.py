@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from resilin.core.recovery import Version as Version
+from resilin.training.state.meshes import is_split, sharded
 from resilin.training.state.shards import Held, Sharded
 
 Json = Any
@@ -72,7 +73,7 @@ class Branch:
         self.items = items
         self.tree = tree
 
-    def follow(self, value: Any, found: list[tuple[str, Tensor]]) -> bool:
+    def follow(self, value: Any, found: list[tuple[str, Held]]) -> bool:
         """Finds the tensors of the mapping as it is now; False if it is not the same any more."""
         if type(value) is not self.kind or len(value) != len(self.items):
             return False
@@ -85,6 +86,8 @@ class Branch:
                     return False
             elif type(item) is Tensor and item.layout is torch.strided:
                 found.append((below, item.detach() if item.requires_grad else item))
+            elif is_split(item):
+                found.append((below, sharded(below, item)))
             else:
                 return False
         return True
@@ -104,8 +107,8 @@ def split(
 
     Args:
         name: Whose state it is; the names of its tensors begin with it.
-        state: Numbers, strings, bytes, None, tensors (whole or `Sharded`), numpy arrays and
-            numbers, and lists, tuples, sets, deques and dicts of them.
+        state: Numbers, strings, bytes, None, tensors (whole, DTensors or `Sharded`), numpy arrays
+            and numbers, and lists, tuples, sets, deques and dicts of them.
         tensors: Tensors of other states, to which those of this one are added.
         branches: What earlier calls have found, and this one adds to. Trees have parts in common
             then, and must not be changed.
@@ -129,6 +132,8 @@ def _split(path: str, value: Any, tensors: dict[str, Held], branches: Branches) 
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_KIND: "float", "of": repr(float(value))}
+    if is_split(value):
+        value = sharded(path, value)
     if isinstance(value, Tensor) and value.layout is torch.strided:
         return {_KIND: "tensor", "of": _put(tensors, path, value.detach())}
     if isinstance(value, Sharded):
@@ -175,7 +180,7 @@ def _split_mapping(
 ) -> Json:
     known = branches.pop(path, None)
     if known is not None:
-        found: list[tuple[str, Tensor]] = []
+        found: list[tuple[str, Held]] = []
         if known.follow(value, found) and tensors.keys().isdisjoint(dict(found)):
             tensors.update(found)
             branches[path] = known
@@ -207,7 +212,7 @@ def _split_mapping(
 
 def _below(path: str, value: Any, tree: Json, branches: Branches) -> str | Branch | None:
     """The name of a tensor, or the branch of a mapping; None if it has other things in it."""
-    if type(value) is Tensor:
+    if type(value) is Tensor or is_split(value):
         # A name that had to avoid another one may be free the next time.
         return path if tree["of"] == path else None
     branch = branches.get(path)

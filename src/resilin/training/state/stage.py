@@ -9,15 +9,15 @@ for each (`Stage`). A file in memory has one place for all of its tensors, and i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from resilin.core.placement import Piece
 from resilin.engine import devices
-from resilin.training.state.placement import Piece
 
 _ALIGN = 64
 
@@ -77,18 +77,27 @@ class Stage:
         return Staged(staged, wait, pieces)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The places of tensors in a block of bytes, and the JSON that says so.
+    """The places of tensors in a block of bytes, and the JSON that says so."""
 
-    Args:
-        pieces: The tensors, in their order.
-        begin: The number that the first place has in the JSON: bytes that precede the block.
-    """
+    num_bytes: int
+    """Size of the block."""
+    text: str
+    """Name, type, shape and place of each tensor."""
+    offsets: Sequence[int] = ()
+    """Place of each tensor, from the beginning of the block."""
 
-    def __init__(self, pieces: Mapping[Piece, Tensor], begin: int) -> None:
+    @classmethod
+    def of(cls, pieces: Mapping[Piece, Tensor], begin: int) -> Layout:
+        """The layout of tensors side by side.
+
+        Args:
+            pieces: The tensors, in their order.
+            begin: The number that the first place has in the JSON: bytes that precede the block.
+        """
         rows: list[list[Any]] = []
-        self.offsets: list[int] = []
-        """Of each tensor, from the beginning of the block."""
+        offsets: list[int] = []
         offset = 0
         for (name, placement), tensor in pieces.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -96,12 +105,18 @@ class Layout:
             if placement is not None:
                 row += [placement.shape, placement.offsets, placement.sizes]
             rows.append(row)
-            self.offsets.append(offset)
+            offsets.append(offset)
             offset += -(-tensor.nbytes // _ALIGN) * _ALIGN
-        self.num_bytes = offset
-        """Size of the block."""
-        self.text = json.dumps(rows, separators=(",", ":"))
-        """Name, type, shape and place of each tensor."""
+        return cls(offset, json.dumps(rows, separators=(",", ":")), offsets)
+
+
+class Bytes(NamedTuple):
+    """Tensors side by side."""
+
+    layout: Layout
+    """The places of the tensors."""
+    data: Tensor
+    """The bytes."""
 
 
 class Block:
@@ -109,11 +124,11 @@ class Block:
 
     Args:
         pieces: Tensors like those that are to be staged.
-        begin: As in `Layout`.
+        begin: As in `Layout.of`.
     """
 
     def __init__(self, pieces: Mapping[Piece, Tensor], begin: int) -> None:
-        self.layout = Layout(pieces, begin)
+        self.layout = Layout.of(pieces, begin)
         """The places of the tensors."""
         self._pinned = _pins(pieces)
         self.data = torch.empty(self.layout.num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
@@ -122,6 +137,17 @@ class Block:
             piece: self.data.narrow(0, offset, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
             for (piece, tensor), offset in zip(pieces.items(), self.layout.offsets, strict=True)
         }
+        self._begin = begin
+        self._last: tuple[int, Bytes] | None = None
+
+    def last(self, num: int) -> Bytes:
+        """The last of the tensors, as a block of their own; not a copy."""
+        if self._last is None or self._last[0] != num:
+            first = len(self._views) - num
+            begin = self.layout.offsets[first] if num else self.layout.num_bytes
+            layout = Layout.of(dict(list(self._views.items())[first:]), self._begin)
+            self._last = num, Bytes(layout, self.data[begin:])
+        return self._last[1]
 
     def fits(self, pieces: Mapping[Piece, Tensor]) -> bool:
         """Whether these tensors have the names, shapes and types that there are places for."""

@@ -63,7 +63,7 @@ def start(
     """
     began = time.monotonic()
     branch = _begin_branch(engine, memory)
-    snapshot, source, generation = newest_state(engine, memory, checkpoints)
+    snapshot, source, generation = newest_state(engine, memory, checkpoints, wanted=registry.wanted)
     # What the job does from here on is newer than whatever it has left before.
     engine.raise_generation(generation)
     if snapshot is None or snapshot.version.step < steps:

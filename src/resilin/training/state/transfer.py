@@ -1,8 +1,7 @@
 """Transfer of state between processes: gathered for a checkpoint, handed out at a start.
 
 Whole tensors are held by every process of a host that has a copy; each holder sends a share of
-them. Pieces of split tensors are sent by the first process that holds them, and each process keeps
-what it needs. All of it passes through all processes.
+them to all. Of split tensors each process asks for the pieces that it needs.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from resilin.core.placement import Asked, wanted_of
 from resilin.engine.base import Engine
 from resilin.engine.collectives import State
-from resilin.training.state.placement import Piece, Placement, Wanted
+from resilin.training.state.offers import Offer, Table
 from resilin.training.state.registry import Registry
 from resilin.training.state.replica_parts import OwnState, add_up, gathered
-from resilin.training.state.shards import Assembly, Sharded, all_whole, shares, whole_pieces
+from resilin.training.state.shards import Sharded, all_whole, shares, whole_pieces
 from resilin.training.state.snapshot import Json, Snapshot, Version
 
 
@@ -35,7 +35,13 @@ def gather_parts(engine: Engine, registry: Registry, snapshot: Snapshot) -> None
 
 
 def transfer(
-    engine: Engine, mine: Snapshot | None, version: Version, wanted: Wanted | None = None
+    engine: Engine,
+    mine: Snapshot | None,
+    version: Version,
+    wanted: Asked | None = None,
+    *,
+    offer: Offer | None = None,
+    table: Table | None = None,
 ) -> Snapshot | None:
     """Gives every process a state that some of them hold. Collective.
 
@@ -44,27 +50,28 @@ def transfer(
         mine: The state as far as this process can read it; None if it cannot.
         version: Which state it is.
         wanted: The pieces that this process needs of split tensors; it gets the others whole.
+        offer: The pieces of split tensors that this process can read; those of `mine` if None.
+        table: Those of all processes, if they are known.
 
     Returns:
         The state; None if no process holds it.
 
     Raises:
         ValueError: The pieces of a tensor that all processes hold together are not enough.
+        LookupError: A piece is gone; on all processes.
     """
-    pieces = {} if mine is None else _pieces(mine)
-    # Only pieces are listed here: they have names and placements, whole tensors do not.
-    rows = [[name, _dtype(data), p.shape, p.offsets, p.sizes] for (name, p), data in pieces.items()]
-    everyone: list[Json] = engine.gather([mine is not None, rows])
+    offer = Offer.of(mine) if offer is None else offer
+    everyone: list[Json] = engine.gather([mine is not None, bool(offer.shapes)])
     holders = [process for process, (has, _) in enumerate(everyone) if has]
     if not holders:
         return None
     if len(holders) < len(everyone):
         mine = _transfer_whole(engine, mine, version, holders)
     assert mine is not None
-    if any(rows for _, rows in everyone):
-        mine.tensors.update(
-            _transfer_pieces(engine, pieces, [rows for _, rows in everyone], wanted)
-        )
+    if any(split for _, split in everyone):
+        table = Table.gather(engine, offer) if table is None else table
+        needed = wanted_of(wanted, table.stored)
+        mine.tensors.update(table.take(engine, offer, needed))
     return mine
 
 
@@ -88,38 +95,6 @@ def _transfer_whole(
     whole = {name: tensor for (name, _), tensor in whole_pieces(mine.tensors, owners).items()}
     engine.collectives().fill(whole, owners)
     return mine
-
-
-def _transfer_pieces(
-    engine: Engine,
-    mine: dict[tuple[str, Placement], Tensor],
-    tables: Sequence[Sequence[Json]],
-    wanted: Wanted | None,
-) -> dict[str, Tensor | Sharded]:
-    """Sends every piece once, in the order of its holders; keeps what is needed here."""
-    assembly, sent = Assembly(wanted), set[Piece]()
-    collectives = engine.collectives()
-    for holder, rows in enumerate(tables):
-        for name, dtype, *where in rows:
-            placement = Placement(*(tuple(each) for each in where))
-            if (name, placement) in sent:
-                continue
-            sent.add((name, placement))
-            data = mine.get((name, placement))
-            if data is None:
-                data = _place(dtype, placement.sizes)
-            collectives.send([data], holder)
-            assembly.add(name, placement, data)
-    return assembly.result()
-
-
-def _pieces(snapshot: Snapshot) -> dict[tuple[str, Placement], Tensor]:
-    return {
-        (name, shard.placement): shard.data
-        for name, held in snapshot.tensors.items()
-        if isinstance(held, Sharded)
-        for shard in held.shards
-    }
 
 
 def _dtype(held: Tensor | Sharded) -> str:

@@ -320,7 +320,7 @@ def test_a_replica_that_is_lost_after_the_commit_leaves_it_whole(shared_path, mo
             # The name of the attempt took two: its length, and itself.
             if len(calls) > 2:
                 raise RuntimeError("connection closed")
-            told(*args, **kwargs)
+            return told(*args, **kwargs)
 
         monkeypatch.setattr(dist, "broadcast", lost)
         with pytest.raises(CheckpointError, match="connection closed"):

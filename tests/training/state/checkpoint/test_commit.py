@@ -3,10 +3,10 @@ import zlib
 
 import pytest
 
+from resilin.core.placement import Placement
 from resilin.training.state.checkpoint import Commit, CorruptCheckpoint, commit
 from resilin.training.state.checkpoint.commit import Entry, FileSum, attempt_name, decode, encode
 from resilin.training.state.checkpoint.retention import kept
-from resilin.training.state.placement import Placement
 from resilin.training.state.snapshot import Version
 
 COMMIT = Commit(

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from resilin.core.placement import Placement
 from resilin.training.state.checkpoint import CheckpointError, Checkpoints
-from resilin.training.state.placement import Placement
 from resilin.training.state.shards import Shard, Sharded
 from resilin.training.state.snapshot import Snapshot, Version, split
 from tests.training.state.checkpoint.snapshots import raw

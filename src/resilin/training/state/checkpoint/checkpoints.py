@@ -8,10 +8,10 @@ import threading
 import time
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from resilin.engine.collectives import Wire
+from resilin.core.placement import Asked, wanted_of
+from resilin.engine.collectives import Group, Wire
 from resilin.training.state.checkpoint import saver
 from resilin.training.state.checkpoint.catalogue import clear, scan
 from resilin.training.state.checkpoint.commit import COMMIT, Commit
@@ -19,7 +19,6 @@ from resilin.training.state.checkpoint.errors import CorruptCheckpoint
 from resilin.training.state.checkpoint.peers import Peers
 from resilin.training.state.checkpoint.reader import read
 from resilin.training.state.checkpoint.storage import open_storage
-from resilin.training.state.placement import Wanted
 from resilin.training.state.snapshot import Snapshot, Version
 from resilin.training.state.stage import Stage
 
@@ -52,7 +51,7 @@ class Checkpoints:
         self.seconds = 0.0
         """Seconds that the last save took, from its beginning to its commit."""
 
-    def save(self, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Commit:
+    def save(self, snapshot: Snapshot, group: Group | None = None) -> Commit:
         """Saves a snapshot, on all replicas together; returns when it is committed.
 
         Raises:
@@ -64,7 +63,7 @@ class Checkpoints:
         assert commit is not None
         return commit
 
-    def begin_save(self, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
+    def begin_save(self, snapshot: Snapshot, group: Group | None = None) -> None:
         """Begins to save a snapshot, on all replicas together.
 
         Waits for the save in flight, copies this replica's share of the tensors aside and returns;
@@ -158,33 +157,35 @@ class Checkpoints:
     def load(
         self,
         commit: Commit,
-        group: dist.ProcessGroup | None = None,
+        group: Group | None = None,
         *,
-        wanted: Wanted | None = None,
+        wanted: Asked | None = None,
     ) -> Snapshot:
-        """Loads a checkpoint, on all replicas together; each gets all of it, on the CPU.
+        """Loads a checkpoint, on all replicas together; each gets what it needs, on the CPU.
 
-        Each file is read and checked by one replica, and sent to the others.
+        Each piece is read and checked by one replica, and sent to those that need it.
 
         Args:
             commit: Which one.
             group: The replicas; None for a job of one process.
             wanted: Placements that this process needs of some tensors, which it gets as `Sharded`;
-                it gets the others whole. It does not matter how they were split when saved.
+                it gets the others whole. It does not matter how they were split when saved. All
+                replicas need placements of the same tensors.
 
         Raises:
             CorruptCheckpoint: It is not what was saved.
             CheckpointError: Storage or a replica failed, or replicas load different ones.
         """
-        tensors = read(self._storage, commit, Peers(group), wanted)
+        needed = wanted_of(wanted, commit.stored)
+        tensors = read(self._storage, commit, Peers(group), needed)
         return Snapshot(commit.version, commit.tree, tensors)
 
     def newest(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: Group | None = None,
         *,
         at_least: Version | None = None,
-        wanted: Wanted | None = None,
+        wanted: Asked | None = None,
     ) -> Snapshot | None:
         """Loads the newest checkpoint that is whole, on all replicas together.
 

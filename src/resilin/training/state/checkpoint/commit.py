@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from resilin import __version__
+from resilin.core.placement import Placement, Sizes, Stored, check_split
 from resilin.engine.collectives import Wire
 from resilin.training.state.checkpoint.errors import CorruptCheckpoint
-from resilin.training.state.placement import Placement, Sizes, check_split
 from resilin.training.state.snapshot import Json, Version
 
 FORMAT = 2
@@ -71,6 +71,8 @@ class Entry:
     """Its offset in the file."""
     length: int
     """Bytes it takes there, with what `torch.save` puts around it."""
+    crc32: int | None = None
+    """Checksum of these bytes; None if only the file has one, and must be read as a whole."""
 
     @property
     def sizes(self) -> Sizes:
@@ -108,6 +110,14 @@ class Commit:
     """The part of the snapshot that is not tensors."""
     resilin: str = __version__
     """The version of resilin that saved it."""
+
+    @property
+    def stored(self) -> dict[str, Stored]:
+        """Shape of each tensor, and whether it is in pieces."""
+        return {
+            name: Stored(pieces[0].placement.shape, not pieces[0].placement.is_whole)
+            for name, pieces in self.tensors.items()
+        }
 
 
 def attempt_name(version: Version) -> str:
@@ -158,6 +168,7 @@ def _encoded(pieces: Sequence[Entry]) -> Json:
         "shape": pieces[0].placement.shape,
         "pieces": [
             {"file": each.file, "offset": each.offset, "length": each.length}
+            | ({} if each.crc32 is None else {"crc32": f"{each.crc32:08x}"})
             | (
                 {}
                 if each.placement.is_whole
@@ -249,7 +260,9 @@ def _decoded_1(its: Any) -> tuple[Entry, ...]:
 
 
 def _entry(dtype: str, placement: Placement, its: Any) -> Entry:
-    return Entry(dtype, placement, its["file"], _whole(its["offset"]), _whole(its["length"]))
+    crc32 = int(its["crc32"], 16) if "crc32" in its else None
+    where = (its["file"], _whole(its["offset"]), _whole(its["length"]))
+    return Entry(dtype, placement, *where, crc32)
 
 
 def _check_places(tensors: Mapping[str, Sequence[Entry]], files: Mapping[str, FileSum]) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import ClassVar
 
-from resilin.engine.collectives import Collectives
 from resilin.training.state.checkpoint.errors import CheckpointError, CorruptCheckpoint
+from resilin.training.state.exchange import Swaps
 
 
-class Peers(Collectives):
+class Peers(Swaps):
     """Collectives whose failures, and the loss of a process, are a `CheckpointError`."""
 
     kinds: ClassVar[Mapping[str, type[Exception]]] = {

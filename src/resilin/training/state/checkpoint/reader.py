@@ -1,30 +1,30 @@
-"""Reading: each file by one replica, once, from its beginning to its end.
+"""Reading: each piece by one replica, once, and from there to those that need a part of it.
 
-On that one way the checksum is made and the tensors are taken out. Then the replicas agree whether
-all files were whole, and send each other what they have read.
+Where pieces have checksums of their own, each replica reads about as much as it needs. Files of
+which only the whole has one are read from the beginning to the end. Then the replicas agree whether
+all was whole, and send each other what they have read: tensors that all need whole go to all, of
+others each replica asks for its pieces.
 """
 
 from __future__ import annotations
 
-import errno
-import io
+import re
 import zlib
-from collections.abc import Collection, Iterator
-from typing import IO
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from resilin.training.state.checkpoint import archive
-from resilin.training.state.checkpoint.commit import Commit, Entry
-from resilin.training.state.checkpoint.errors import CheckpointError, CorruptCheckpoint
+from resilin.core.chunk_reading import Pieces, readers
+from resilin.core.placement import Piece, Wanted, deal
+from resilin.training.state.checkpoint.commit import Commit
+from resilin.training.state.checkpoint.errors import CheckpointError
+from resilin.training.state.checkpoint.files import Located, read_entries, read_file
 from resilin.training.state.checkpoint.peers import Peers
 from resilin.training.state.checkpoint.storage import Storage
-from resilin.training.state.placement import Piece, Wanted, deal
-from resilin.training.state.shards import Assembly, Held
-
-_BLOCK = 1 << 22
-"""Bytes read at once where they are only summed up."""
+from resilin.training.state.exchange import Region, Want
+from resilin.training.state.shards import Assembly, Held, Shard, Sharded
 
 
 def read(
@@ -32,33 +32,119 @@ def read(
 ) -> dict[str, Held]:
     """Reads the tensors of a commit, on every process.
 
-    All pieces pass through all processes, one file after the other; each keeps what it needs.
-
     Args:
         storage: Where the checkpoint is.
         commit: Which one it is.
         peers: Who reads it together.
-        wanted: The pieces that this process needs of some tensors; it gets the others whole.
+        wanted: The pieces that this process needs of some tensors; it gets the others whole. They
+            are the same tensors on all processes.
 
     Raises:
-        CorruptCheckpoint: A file is not what it was; on all replicas or on none.
+        CorruptCheckpoint: A piece is not what it was; on all replicas or on none.
         CheckpointError: Storage or a replica failed.
+        ValueError: What is wanted is no piece of a tensor of that shape.
     """
-    readers = deal({name: its.size for name, its in commit.files.items()}, peers.num)
-    mine: dict[Piece, Tensor] = {}
+    targets: dict[str, Sharded] = {}
 
-    def read_mine() -> str:
-        for file in readers[peers.process]:
-            mine.update(read_file(storage, commit, file))
-        return commit.name
+    def prepare() -> list[Any]:
+        targets.update(_targets(commit, wanted or {}))
+        needed = sum(held.nbytes for held in targets.values())
+        return [commit.name, f"{zlib.crc32(repr(sorted(targets)).encode()):08x}", needed]
 
-    names = peers.all(read_mine)
+    told = peers.all(prepare)
+    names, kinds, needs = ([each[i] for each in told] for i in range(3))
     if len(set(names)) > 1:
         raise CheckpointError(f"the replicas load different checkpoints: {', '.join(names)}")
-    assembly = Assembly(wanted)
-    for source, files in enumerate(readers):
+    if len(set(kinds)) > 1:
+        raise CheckpointError(
+            f"the replicas need pieces of different tensors ({', '.join(kinds)}): these must be "
+            "the same"
+        )
+    entries = [(name, entry) for name, pieces in commit.tensors.items() for entry in pieces]
+    # By writer: where the split is the same as before, each process reads what it has written.
+    entries.sort(key=lambda item: (_number(item[1].file), item[1].offset))
+    sources = _sources(commit, entries, needs, targets)
+    mine: dict[Piece, Tensor] = {}
+    peers.all(lambda: mine.update(_read_mine(storage, commit, entries, sources, peers)))
+    found = _broadcast(entries, sources, mine, peers, targets)
+    _fetch(entries, sources, mine, peers, targets)
+    return {name: targets[name] if name in targets else found[name] for name in commit.tensors}
+
+
+def _targets(commit: Commit, wanted: Wanted) -> dict[str, Sharded]:
+    """Memory for the pieces that are wanted."""
+    made = {}
+    for name in wanted.keys() & commit.tensors.keys():
+        first = commit.tensors[name][0]
+        shape, dtype = first.placement.shape, first.torch_dtype
+        shards = tuple(Shard(each, torch.empty(each.sizes, dtype=dtype)) for each in wanted[name])
+        made[name] = Sharded(shape, dtype, shards)
+    return made
+
+
+def _number(file: str) -> int:
+    """The number of the process that wrote a file."""
+    found = re.search(r"\d+", file)
+    return int(found[0]) if found else -1
+
+
+def _files(commit: Commit, num: int) -> list[list[str]] | None:
+    """The files that each process reads from beginning to end; None if it reads single pieces."""
+    pieces = (entry for pieces in commit.tensors.values() for entry in pieces)
+    if all(entry.crc32 is not None for entry in pieces):
+        return None
+    return deal({name: its.size for name, its in commit.files.items()}, num)
+
+
+def _sources(
+    commit: Commit, entries: Sequence[Located], needs: Sequence[int], targets: Mapping[str, Sharded]
+) -> list[int]:
+    """The process that reads each piece; the same on all of them."""
+    dealt = _files(commit, len(needs))
+    if dealt is not None:
+        by_file = {file: process for process, files in enumerate(dealt) for file in files}
+        return [by_file[entry.file] for _, entry in entries]
+    # What all need whole is read in equal parts.
+    common = sum(entry.length for name, entry in entries if name not in targets)
+    share = -(-common // len(needs))
+    return readers([entry.length for _, entry in entries], [need + share for need in needs])
+
+
+def _read_mine(
+    storage: Storage, commit: Commit, entries: Sequence[Located], sources: Sequence[int], me: Peers
+) -> dict[Piece, Tensor]:
+    """The pieces that this process reads."""
+    found: dict[Piece, Tensor] = {}
+    dealt = _files(commit, me.num)
+    if dealt is not None:
+        for file in dealt[me.process]:
+            found.update(read_file(storage, commit, file))
+        return found
+    by_file: dict[str, list[Located]] = {}
+    for source, (name, entry) in zip(sources, entries, strict=True):
+        if source == me.process:
+            by_file.setdefault(entry.file, []).append((name, entry))
+    for file, its in by_file.items():
+        found.update(read_entries(storage, commit, file, its))
+    return found
+
+
+def _broadcast(
+    entries: Sequence[Located],
+    sources: Sequence[int],
+    mine: dict[Piece, Tensor],
+    peers: Peers,
+    targets: Mapping[str, Sharded],
+) -> dict[str, Held]:
+    """The tensors that all processes need whole, sent to all of them by those that read them."""
+    assembly = Assembly()
+    by_source: dict[int, list[Located]] = {}
+    for source, (name, entry) in zip(sources, entries, strict=True):
+        if name not in targets:
+            by_source.setdefault(source, []).append((name, entry))
+    for source, its in sorted(by_source.items()):
         pieces = []
-        for name, entry in _entries(commit, files):
+        for name, entry in its:
             if source == peers.process:
                 data = mine.pop((name, entry.placement))
             else:
@@ -67,82 +153,36 @@ def read(
         peers.send([data for _, _, data in pieces], source)
         for piece in pieces:
             assembly.add(*piece)
-    found = assembly.result()
-    return {name: found[name] for name in commit.tensors}
+    return assembly.result()
 
 
-def _entries(commit: Commit, files: Collection[str]) -> Iterator[tuple[str, Entry]]:
-    """The pieces in some files, with the names of their tensors; in the order of the commit."""
-    for name, pieces in commit.tensors.items():
-        for entry in pieces:
-            if entry.file in files:
-                yield name, entry
+def _fetch(
+    entries: Sequence[Located],
+    sources: Sequence[int],
+    mine: Mapping[Piece, Tensor],
+    peers: Peers,
+    targets: Mapping[str, Sharded],
+) -> None:
+    """Fills in the pieces that this process needs, from those that have read parts of them."""
+    numbers: dict[str, list[int]] = {name: [] for name in targets}
+    for number, (name, _) in enumerate(entries):
+        if name in numbers:
+            numbers[name].append(number)
+    wants = []
+    for name, held in targets.items():
+        pieces = Pieces([entries[number][1].placement for number in numbers[name]])
+        for shard in held.shards:
+            for index, common in pieces.overlapping(shard.placement):
+                number = numbers[name][index]
+                target = shard.data[common.target]
+                wants.append(Want(sources[number], number, common.source, target))
 
+    def provide(asked: Sequence[tuple[int, Region]]) -> list[Tensor]:
+        found = []
+        for number, region in asked:
+            name, entry = entries[number]
+            found.append(mine[name, entry.placement][region])
+        return found
 
-def read_file(storage: Storage, commit: Commit, file: str) -> dict[Piece, Tensor]:
-    """Reads the pieces in one file, and checks all of it.
-
-    Raises:
-        CorruptCheckpoint: It is missing, cut off or altered, or holds other tensors than it should.
-    """
-    where = f"{commit.path}/{file}"
-    expected = commit.files[file]
-    entries = sorted(_entries(commit, (file,)), key=lambda item: item[1].offset)
-    tensors: dict[Piece, Tensor] = {}
-    problem, crc32 = None, 0
-    try:
-        if (size := storage.size(commit.name, file)) != expected.size:
-            raise CorruptCheckpoint(f"{where}: {expected.size} bytes expected, found {size}")
-        with storage.open(commit.name, file) as stream:
-            position = 0
-            for name, entry in entries:
-                crc32 = _sum_up(stream, entry.offset - position, crc32)
-                data = stream.read(entry.length)
-                crc32 = zlib.crc32(data, crc32)
-                position = entry.offset + entry.length
-                try:
-                    tensors[name, entry.placement] = _tensor(data, entry)
-                except Exception as error:
-                    # The checksum tells more, if it does not match either.
-                    problem = problem or f"{name}: {type(error).__name__}: {error}"
-            crc32 = _sum_up(stream, expected.size - position, crc32)
-    except OSError as error:
-        # A file that is gone, or a sector that cannot be read: no other try will bring it back.
-        if error.errno in (errno.EIO, errno.ENOENT) or isinstance(error, FileNotFoundError):
-            raise CorruptCheckpoint(
-                f"{where}: {expected.size} bytes expected, found {type(error).__name__}: {error}"
-            ) from error
-        raise
-    if crc32 != expected.crc32:
-        raise CorruptCheckpoint(f"{where}: crc32 {expected.crc32:08x} expected, found {crc32:08x}")
-    if problem is not None:
-        raise CorruptCheckpoint(f"{where}: cannot be read: {problem}")
-    return tensors
-
-
-def _sum_up(stream: IO[bytes], num_bytes: int, crc32: int) -> int:
-    while num_bytes > 0 and (data := stream.read(min(num_bytes, _BLOCK))):
-        crc32 = zlib.crc32(data, crc32)
-        num_bytes -= len(data)
-    return crc32
-
-
-def _tensor(data: bytes, entry: Entry) -> Tensor:
-    archive.check(data, entry.num_bytes)
-    tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    if type(tensor) is not Tensor:
-        raise ValueError(f"a tensor expected, found a {type(tensor).__qualname__}")
-    if (tensor.layout, tensor.device.type) != (torch.strided, "cpu"):
-        raise ValueError(
-            f"{torch.strided} on cpu expected, found {tensor.layout} on {tensor.device.type}"
-        )
-    if (tensor.dtype, tuple(tensor.shape)) != (entry.torch_dtype, entry.sizes):
-        raise ValueError(
-            f"{entry.torch_dtype} of {entry.sizes} expected, found {tensor.dtype} of "
-            f"{tuple(tensor.shape)}"
-        )
-    # torch takes the size of the storage from the pickle: more than the record would be the memory
-    # next to it.
-    if (found := tensor.untyped_storage().nbytes()) != entry.num_bytes:
-        raise ValueError(f"a storage of {entry.num_bytes} bytes expected, found {found}")
-    return tensor.detach().contiguous()
+    if targets:
+        peers.fetch(wants, provide)

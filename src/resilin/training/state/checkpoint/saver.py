@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from resilin.core.placement import Piece, Placement, check_split
 from resilin.engine.collectives import Outcome
 from resilin.training.state.checkpoint.catalogue import remove
 from resilin.training.state.checkpoint.commit import (
@@ -32,7 +33,6 @@ from resilin.training.state.checkpoint.writer import (
     write_metadata,
     write_share,
 )
-from resilin.training.state.placement import Piece, Placement, check_split
 from resilin.training.state.shards import Sharded, own_pieces, shares, whole_pieces
 from resilin.training.state.snapshot import Json, Snapshot, Version
 from resilin.training.state.stage import Stage, Staged
@@ -52,6 +52,8 @@ class Task:
     """A checksum of names, dtypes and shapes of whole tensors: by these shares are dealt out."""
     share: Outcome[Staged]
     """Copies of the pieces that this process writes, if there was memory for them."""
+    is_split: bool
+    """Whether tensors are split: pieces then have checksums, to be read one by one."""
 
     @classmethod
     def of(cls, snapshot: Snapshot, stage: Stage, peers: Peers) -> Task:
@@ -68,11 +70,12 @@ class Task:
             layout=zlib.crc32(repr(sorted(layout)).encode()),
             # Memory may lack on one process alone. The others are told, and do not wait for it.
             share=Peers.attempt(lambda: stage.begin(_written_by(snapshot, peers))),
+            is_split=any(isinstance(held, Sharded) for held in tensors.values()),
         )
 
 
 def _written_by(snapshot: Snapshot, peers: Peers) -> dict[Piece, Tensor]:
-    """The whole tensors that are dealt to this process, and the pieces that it holds."""
+    """The whole tensors that are dealt to this process, and its part of the pieces it holds."""
     dealt = shares(snapshot.tensors, peers.num)[peers.process]
     return whole_pieces(snapshot.tensors, dealt) | dict(own_pieces(snapshot.tensors))
 
@@ -95,7 +98,8 @@ def save(storage: Storage, task: Task, peers: Peers) -> Commit:
                 f"{version} with tensors {layout:08x}: these must be the same"
             )
         share = Peers.value(task.share)
-        return write_share(storage, name, peers.process, share.complete())
+        pieces = share.complete()
+        return write_share(storage, name, peers.process, pieces, sums=task.is_split)
 
     settled = False
 

@@ -70,6 +70,7 @@ class Sums:
         self._failure: Exception | None = None
         self._size = 0
         self._crc32 = 0
+        self._part: int | None = None
 
     def write(self, data: Any) -> int:
         """Writes bytes, strictly one after the other."""
@@ -80,6 +81,8 @@ class Sums:
             except Exception as error:
                 self._failure = error
         self._crc32 = zlib.crc32(view, self._crc32)
+        if self._part is not None:
+            self._part = zlib.crc32(view, self._part)
         self._size += view.nbytes
         return view.nbytes
 
@@ -89,6 +92,15 @@ class Sums:
     def tell(self) -> int:
         """Bytes written so far."""
         return self._size
+
+    def begin_part(self) -> None:
+        """Sums up what is written from here on apart from the whole, too."""
+        self._part = 0
+
+    @property
+    def part_crc32(self) -> int | None:
+        """Checksum of what was written since `begin_part`; None if that was never called."""
+        return self._part
 
     def check(self) -> None:
         """Raises what a write has failed with."""

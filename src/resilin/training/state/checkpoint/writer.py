@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from resilin.compat.torch_names import make_place
+from resilin.core.placement import Piece, Placement
 from resilin.engine.collectives import Json, Wire
 from resilin.training.state.checkpoint.commit import METADATA_FILE, Entry, FileSum
 from resilin.training.state.checkpoint.storage import Storage
-from resilin.training.state.placement import Piece, Placement
 
 _DCP_VERSION = "1.0.0"
 """Version of DCP's format that this is; newer versions of torch note it."""
@@ -46,7 +46,7 @@ class Written:
         entries = []
         for name, e in self.entries:
             place = [e.placement.shape, e.placement.offsets, e.placement.sizes]
-            entries.append([name, e.dtype, place, [e.file, e.offset, e.length]])
+            entries.append([name, e.dtype, place, [e.file, e.offset, e.length, e.crc32]])
         return [entries, {name: [its.size, its.crc32] for name, its in self.files.items()}]
 
     @classmethod
@@ -67,9 +67,22 @@ WRITTEN: Wire[Written] = Wire(Written.to_json, Written.from_json)
 
 
 def write_share(
-    storage: Storage, attempt: str, process: int, share: Mapping[Piece, Tensor]
+    storage: Storage,
+    attempt: str,
+    process: int,
+    share: Mapping[Piece, Tensor],
+    *,
+    sums: bool = False,
 ) -> Written:
-    """Writes the pieces of one process into a file of its own."""
+    """Writes the pieces of one process into a file of its own.
+
+    Args:
+        storage: Where to.
+        attempt: The checkpoint.
+        process: Number of the process.
+        share: The pieces.
+        sums: Whether each of them has a checksum of its own, and can be read without the others.
+    """
     storage.prepare(attempt)
     written = Written([])
     if not share:
@@ -78,12 +91,15 @@ def write_share(
     with storage.create(attempt, file) as stream:
         for (name, placement), tensor in share.items():
             begin = stream.tell()
+            if sums:
+                stream.begin_part()
             torch.save(tensor, stream)  # type: ignore[arg-type]
             # Here and not within: see Sums.
             stream.check()
             dtype = str(tensor.dtype).removeprefix("torch.")
             where = placement or Placement.whole(tensor.shape)
-            entry = Entry(dtype, where, file, begin, stream.tell() - begin)
+            length = stream.tell() - begin
+            entry = Entry(dtype, where, file, begin, length, stream.part_crc32)
             written.entries.append((name, entry))
     written.files[file] = stream.sum
     return written

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 Sizes: TypeAlias = tuple[int, ...]
 """A number per dimension."""
@@ -56,6 +56,23 @@ class Placement:
         """Elements in the rectangle."""
         return math.prod(self.sizes)
 
+    def part(self, dim: int, begin: int, end: int) -> Placement:
+        """A range of one dimension of the rectangle. A number without dimensions is always whole.
+
+        Args:
+            dim: The dimension.
+            begin: First index, within the rectangle.
+            end: Index after the last one.
+        """
+        if not self.sizes:
+            return self
+        offset, after = self.offsets[dim] + begin, dim + 1
+        return Placement(
+            self.shape,
+            (*self.offsets[:dim], offset, *self.offsets[after:]),
+            (*self.sizes[:dim], end - begin, *self.sizes[after:]),
+        )
+
 
 Piece: TypeAlias = tuple[str, Placement | None]
 """The name of a tensor and a placement in it; None for the whole, which costs no record."""
@@ -63,24 +80,24 @@ Wanted: TypeAlias = Mapping[str, Sequence[Placement]]
 """Pieces that a process needs of split tensors, by name; other tensors are whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """A tensor that is split over the processes, and the pieces of it that are in one place."""
+class Stored(NamedTuple):
+    """A tensor of a stored state."""
 
     shape: Sizes
-    """Shape of the whole tensor."""
-    held: tuple[Placement, ...]
-    """The pieces."""
+    """Its shape."""
+    split: bool
+    """Whether it is stored in several pieces."""
 
-    def to_json(self) -> list[Any]:
-        """The record as JSON."""
-        return [self.shape, [[each.offsets, each.sizes] for each in self.held]]
 
-    @classmethod
-    def from_json(cls, state: Sequence[Any]) -> Split:
-        """The reverse of `to_json`."""
-        shape, held = tuple(state[0]), state[1]
-        return cls(shape, tuple(Placement(shape, tuple(o), tuple(s)) for o, s in held))
+Asked: TypeAlias = Wanted | Callable[[Mapping[str, Stored]], Wanted]
+"""The same, or a function that returns it for the tensors of a stored state."""
+
+
+def wanted_of(asked: Asked | None, stored: Mapping[str, Stored]) -> Wanted:
+    """The pieces that a process needs of a stored state."""
+    if asked is None:
+        return {}
+    return asked(stored) if callable(asked) else asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,32 +131,6 @@ def overlap(source: Placement, target: Placement) -> Overlap | None:
         here.append(slice(begin - b, end - b))
         count *= end - begin
     return Overlap(tuple(there), tuple(here), count)
-
-
-def uncovered(held: Iterable[Placement], wanted: Placement) -> int:
-    """Elements of a placement that none of the others has.
-
-    Args:
-        held: Placements that are pairwise disjoint or equal.
-        wanted: The placement that they are to fill.
-    """
-    found = (overlap(each, wanted) for each in set(held))
-    return wanted.num_elements - sum(each.num_elements for each in found if each is not None)
-
-
-def is_covered(places: Iterable[Mapping[str, Split]]) -> bool:
-    """Whether the pieces of several places add up to the whole of every split tensor.
-
-    Args:
-        places: The split tensors of each place, by name. All of them know all names, or none.
-    """
-    shapes: dict[str, Sizes] = {}
-    held: dict[str, set[Placement]] = {}
-    for place in places:
-        for name, split in place.items():
-            shapes[name] = split.shape
-            held.setdefault(name, set()).update(split.held)
-    return not any(uncovered(held[name], Placement.whole(shape)) for name, shape in shapes.items())
 
 
 def check_split(name: str, shape: Sizes, pieces: Sequence[Placement]) -> None:

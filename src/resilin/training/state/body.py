@@ -1,0 +1,60 @@
+"""Side effects of the body of a step, and how they are taken back.
+
+A step that was lost is issued again, and its body runs twice. Sums, buffers of the model (as those
+of BatchNorm) and random generators are put back to what they were before it. What a script counts
+on its own is not known here, and counts twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from resilin.training.state.randomness import remembered
+from resilin.training.state.registry import Registry, Summed
+
+
+class Body:
+    """The state before the body of a step.
+
+    Args:
+        registry: Has the sums.
+        module: Returns the module that is trained; None before there is one.
+    """
+
+    def __init__(self, registry: Registry, module: Callable[[], nn.Module | None]) -> None:
+        self._registry = registry
+        self._module = module
+        self._undo: list[Callable[[], None]] = []
+
+    def begins(self) -> None:
+        """Remembers what the body is about to change."""
+        sums = [(thing, thing.state_dict()) for thing in self._registry.summed.values()]
+        self._undo = [remembered(), lambda: _put_back_sums(sums)]
+        module = self._module()
+        if module is None:
+            return
+        buffers = [buffer for buffer in module.buffers() if buffer.numel()]
+        if buffers:
+            copies = [buffer.detach().clone() for buffer in buffers]
+            self._undo.append(lambda: _put_back(buffers, copies))
+
+    def take_back(self) -> None:
+        """Undoes what the body has changed, once."""
+        undo, self._undo = self._undo, []
+        for each in undo:
+            each()
+
+
+def _put_back_sums(sums: list[tuple[Summed, dict[str, Any]]]) -> None:
+    for thing, state in sums:
+        thing.load_state_dict(state)
+
+
+@torch.no_grad()
+def _put_back(tensors: list[Tensor], copies: list[Tensor]) -> None:
+    for tensor, copy in zip(tensors, copies, strict=True):
+        tensor.copy_(copy)
