@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from io import BytesIO
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +20,9 @@ from torch.utils.data import Dataset, get_worker_info
 
 from resilin.core.shard_order import ShardOrder, sample_key
 from resilin.streams.protocol import Json, Seekable, Stateful, Stream
-from resilin.training.data.sampling import fetching, seed_globals
-from resilin.training.data.shard_cursor import Bookmark
-from resilin.training.state.randomness import preserved
+from resilin.training.data.sampling import Reading, seed_globals
+from resilin.training.data.shards.cursor import Bookmark
+from resilin.training.state.randomness import Moved, preserved
 
 logger = logging.getLogger("resilin")
 
@@ -67,8 +65,8 @@ class Read(NamedTuple):
     """Number of the pass over the data."""
     places: list[tuple[int, int]]
     """Shard and number of each sample."""
-    samples: Any
-    """The samples; packed as bytes if they come from a worker and are small."""
+    samples: list[Any]
+    """The samples; those of a worker have to be unpacked."""
     ends: list[tuple[int, int]]
     """Shards whose end was met, with their lengths."""
     bookmarks: list[tuple[int, int, Json]]
@@ -85,7 +83,6 @@ class _Opened:
         self.place = 0
         """Number of the next sample."""
         self.stateful = isinstance(samples, Stateful)
-        self._in_worker = get_worker_info() is not None
 
     def resume(self, bookmark: Bookmark) -> None:
         self.place = bookmark[0]
@@ -106,49 +103,13 @@ class _Opened:
             )
         return state
 
-    def skip(self, num: int) -> None:
-        """Passes over samples that are known to exist."""
-        if isinstance(self.samples, Seekable):
-            self.samples.skip(num)
-            self.place += num
-            return
-        # In the training process the global generators are the user's, and this reading is no part
-        # of what an undisturbed script would draw.
-        with nullcontext() if self._in_worker else preserved():
-            self._read_again(num)
-
-    def _read_again(self, num: int) -> None:
-        began = told = time.monotonic()
-        for done in range(num):
-            if time.monotonic() - told > _TELL_AFTER:
-                told = time.monotonic()
-                logger.info(
-                    "shard %d: %d of %d samples that were used before are read again, after %.0f s",
-                    *(self.shard, done, num, told - began),
-                )
-            if not self.read()[0]:
-                raise ValueError(
-                    f"shard {self.shard} has ended after {self.place} samples, and "
-                    f"{self.place + num - done} of it were used: a shard must have the same "
-                    "samples whenever it is opened in one pass"
-                )
-
-    def read(self) -> tuple[bool, Any]:
-        """Whether there is another sample, and that sample."""
-        key = sample_key(self.key, self.place)
-        if self._in_worker:
-            seed_globals(key)
-        with fetching(key):
-            try:
-                sample = next(self.samples)
-            except StopIteration:
-                return False, None
-        self.place += 1
-        return True, sample
-
 
 class ShardReader:
     """Reads samples of shards, each of which stays open.
+
+    In a worker, a stream that draws from the global generators of Python, numpy or torch gets the
+    same numbers for a sample whenever that is read. Seeding them takes as long as reading a small
+    sample, so it begins with the first ticket in which something was drawn; that one is read again.
 
     Args:
         stream: The user's stream.
@@ -160,32 +121,61 @@ class ShardReader:
         self._order = order
         self._epoch: int | None = None
         self._opened: dict[int, _Opened] = {}
+        self._seeds = False
+        self._reading = Reading()
 
     def read(self, ticket: ShardTicket) -> Read:
         """Reads what a ticket asks for."""
-        if ticket.asks and ticket.epoch != self._epoch:
+        if not ticket.asks:
+            return Read(ticket.epoch, [], [], [], [])
+        if ticket.epoch != self._epoch:
             self._epoch, self._opened = ticket.epoch, {}
-        answer = Read(ticket.epoch, [], [], [], [])
+        if get_worker_info() is None or self._seeds:
+            return self._read_all(ticket)
+        moved = Moved()
+        answer = self._read_all(ticket)
+        if not moved:
+            return answer
+        self._seeds = True
         for ask in ticket.asks:
-            self._read(ask, answer)
+            del self._opened[ask.shard]
+        return self._read_all(ticket)
+
+    def _read_all(self, ticket: ShardTicket) -> Read:
+        answer = Read(ticket.epoch, [], [], [], [])
+        with self._reading:
+            for ask in ticket.asks:
+                self._read(ask, answer)
         return answer
 
     def _read(self, ask: Ask, answer: Read) -> None:
-        opened = self._open(ask)
+        opened, shard = self._open(ask), ask.shard
         for index in ask.indices:
             known = min(index, ask.given) - opened.place
             if known > 0:
-                opened.skip(known)
+                self._skip(opened, known)
             while opened.place <= index:
-                found, sample = opened.read()
+                found, sample = self._next(opened)
                 if not found:
-                    answer.ends.append((ask.shard, opened.place))
+                    answer.ends.append((shard, opened.place))
                     return
                 if opened.place > index:
-                    answer.places.append((ask.shard, index))
+                    answer.places.append((shard, index))
                     answer.samples.append(sample)
                 if opened.stateful and opened.place % BOOKMARK_EVERY == 0:
-                    answer.bookmarks.append((ask.shard, opened.place, opened.state()))
+                    answer.bookmarks.append((shard, opened.place, opened.state()))
+
+    def _next(self, opened: _Opened) -> tuple[bool, Any]:
+        """Whether there is another sample, and that sample."""
+        self._reading.begin(opened.key, opened.place)
+        if self._seeds:
+            seed_globals(sample_key(opened.key, opened.place))
+        try:
+            sample = next(opened.samples)
+        except StopIteration:
+            return False, None
+        opened.place += 1
+        return True, sample
 
     def _open(self, ask: Ask) -> _Opened:
         assert self._epoch is not None
@@ -193,13 +183,42 @@ class ShardReader:
         first = ask.indices[0]
         if opened is not None and opened.place <= first:
             return opened
-        num_shards = self._order.num_shards
+        num_shards, key = self._order.num_shards, self._order.key(self._epoch, ask.shard)
+        if self._seeds:
+            seed_globals(key)
         samples = iter(self._stream.open(ask.shard, num_shards, self._epoch))
-        opened = _Opened(ask.shard, samples, self._order.key(self._epoch, ask.shard))
+        opened = _Opened(ask.shard, samples, key)
         if ask.bookmark is not None and opened.stateful and ask.bookmark[0] <= first:
             opened.resume(ask.bookmark)
         self._opened[ask.shard] = opened
         return opened
+
+    def _skip(self, opened: _Opened, num: int) -> None:
+        """Passes over samples that are known to exist."""
+        if isinstance(opened.samples, Seekable):
+            opened.samples.skip(num)
+            opened.place += num
+            return
+        # In the training process the global generators are the user's, and this reading is no part
+        # of what an undisturbed script would draw.
+        with preserved() if get_worker_info() is None else nullcontext():
+            self._read_again(opened, num)
+
+    def _read_again(self, opened: _Opened, num: int) -> None:
+        began = told = time.monotonic()
+        for done in range(num):
+            if time.monotonic() - told > _TELL_AFTER:
+                told = time.monotonic()
+                logger.info(
+                    "shard %d: %d of %d samples that were used before are read again, after %.0f s",
+                    *(opened.shard, done, num, told - began),
+                )
+            if not self._next(opened)[0]:
+                raise ValueError(
+                    f"shard {opened.shard} has ended after {opened.place} samples, and "
+                    f"{opened.place + num - done} of it were used: a shard must have the same "
+                    "samples whenever it is opened in one pass"
+                )
 
 
 class ShardDataset(Dataset[Read]):
@@ -222,32 +241,36 @@ class ShardDataset(Dataset[Read]):
         return read._replace(samples=_packed(read.samples))
 
 
-class _TooLarge(Exception):
-    pass
+class _Small(NamedTuple):
+    """A tensor that is sent by value."""
+
+    values: Any
 
 
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not Tensor:
-            return NotImplemented
-        if obj.nbytes > _SMALL or obj.device.type != "cpu" or obj.layout is not torch.strided:
-            raise _TooLarge
-        if obj.requires_grad or obj.dtype is torch.bfloat16 or obj.is_conj() or obj.is_neg():
-            raise _TooLarge
-        return torch.from_numpy, (obj.numpy(),)
+def _packed(item: Any) -> Any:
+    """Samples, with small tensors as what a queue sends by value."""
+    if type(item) is Tensor:
+        return _Small(item.numpy()) if _is_small(item) else item
+    return _mapped(_packed, item)
 
 
-def _packed(samples: list[Any]) -> Any:
-    """Samples as bytes, if all their tensors are small."""
-    data = BytesIO()
-    try:
-        _Pickler(data, protocol=5).dump(samples)
-    except _TooLarge:
-        return samples
-    return data.getvalue()
+def _is_small(tensor: Tensor) -> bool:
+    plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    own = not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+    return plain and own and tensor.nbytes <= _SMALL and tensor.dtype is not torch.bfloat16
 
 
-def unpacked(samples: Any) -> list[Any]:
+def unpacked(item: Any) -> Any:
     """The inverse of what a worker has done to its samples."""
-    found: list[Any] = pickle.loads(samples) if isinstance(samples, bytes) else samples
-    return found
+    if type(item) is _Small:
+        return torch.from_numpy(item.values)
+    return _mapped(unpacked, item)
+
+
+def _mapped(function: Callable[[Any], Any], item: Any) -> Any:
+    """Containers whose items are mapped; others are left alone."""
+    if type(item) is dict:
+        return {key: function(value) for key, value in item.items()}
+    if type(item) in (list, tuple):
+        return type(item)(map(function, item))
+    return item
