@@ -127,7 +127,8 @@ class ShardFetcher:
 
     def _next(self) -> Read:
         if self._batches is not None:
-            return next(self._batches)
+            read = next(self._batches)
+            return read._replace(samples=unpacked(read.samples))
         assert self._dataset is not None
         while not self._tickets[0].asks:
             self._tickets.popleft()
@@ -232,7 +233,7 @@ class _Known:
         self.asked.difference_update(read.places)
         for shard, length in read.ends:
             self.asked = {p for p in self.asked if p[0] != shard or p[1] < length}
-        for pair, sample in zip(read.places, unpacked(read.samples), strict=True):
+        for pair, sample in zip(read.places, read.samples, strict=True):
             if pair[1] >= self.given:
                 self.samples[pair] = sample
         for shard, index, state in read.bookmarks:

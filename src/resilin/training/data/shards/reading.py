@@ -151,19 +151,16 @@ class ShardReader:
     def _read(self, ask: Ask, answer: Read) -> None:
         opened, shard = self._open(ask), ask.shard
         for index in ask.indices:
-            known = min(index, ask.given) - opened.place
-            if known > 0:
-                self._skip(opened, known)
-            while opened.place <= index:
-                found, sample = self._next(opened)
-                if not found:
-                    answer.ends.append((shard, opened.place))
-                    return
-                if opened.place > index:
-                    answer.places.append((shard, index))
-                    answer.samples.append(sample)
-                if opened.stateful and opened.place % BOOKMARK_EVERY == 0:
-                    answer.bookmarks.append((shard, opened.place, opened.state()))
+            if index > opened.place:
+                self._pass_over(opened, index, ask.given)
+            found, sample = self._next(opened)
+            if not found:
+                answer.ends.append((shard, opened.place))
+                return
+            answer.places.append((shard, index))
+            answer.samples.append(sample)
+            if opened.stateful and opened.place % BOOKMARK_EVERY == 0:
+                answer.bookmarks.append((shard, opened.place, opened.state()))
 
     def _next(self, opened: _Opened) -> tuple[bool, Any]:
         """Whether there is another sample, and that sample."""
@@ -176,6 +173,18 @@ class ShardReader:
             return False, None
         opened.place += 1
         return True, sample
+
+    def _pass_over(self, opened: _Opened, index: int, given: int) -> None:
+        """Moves towards a sample, as far as there are samples before it.
+
+        Those from `given` on belong to other replicas, and may not exist.
+        """
+        known = min(index, given) - opened.place
+        if known > 0:
+            self._skip(opened, known)
+        found = True
+        while found and opened.place < index:
+            found, _ = self._next(opened)
 
     def _open(self, ask: Ask) -> _Opened:
         assert self._epoch is not None
