@@ -16,7 +16,7 @@ def numbered(kind, lengths):
 
 
 @given(
-    KINDS, st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(1, 13), st.integers(0)
+    KINDS, st.lists(st.integers(0, 24), min_size=1, max_size=3), st.integers(1, 9), st.integers(0)
 )
 def test_a_shard_continues_at_any_place_and_all_shards_are_all_samples(kind, lengths, size, seed):
     stream = Shuffled(numbered(kind, lengths), size, seed)
