@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from resilin.streams.adapt import OneShard, as_stream
+    from resilin.streams.adapt import Indexed, OneShard, as_stream
     from resilin.streams.files import FileStream
     from resilin.streams.huggingface import HuggingFaceStream
     from resilin.streams.mixture import Mixture
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "FileStream": "resilin.streams.files",
     "HuggingFaceStream": "resilin.streams.huggingface",
+    "Indexed": "resilin.streams.adapt",
     "Mixture": "resilin.streams.mixture",
     "OneShard": "resilin.streams.adapt",
     "Packed": "resilin.streams.packing",
@@ -35,6 +36,7 @@ _HOMES = {
 __all__ = [
     "FileStream",
     "HuggingFaceStream",
+    "Indexed",
     "Mixture",
     "OneShard",
     "Packed",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from resilin.compat import hf_datasets
+from resilin.core import _validate
 from resilin.streams.cursor import check_shard, digest
 from resilin.streams.huggingface import HuggingFaceStream
 from resilin.streams.protocol import Stream, is_stream
@@ -40,17 +41,59 @@ def as_stream(data: object, num_shards: int | None = None) -> Stream | None:
                 f"num_shards ({num_shards}) must be that of the stream ({data.num_shards})"
             )
         return data
-    # An IterableDataset of torch inherits a `__getitem__` that raises.
-    indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    if indexed and not _is_iterable_dataset_of_torch(data):
+    if _is_iterable_dataset_of_torch(data):
+        _refuse_index_of_one_rank(data)
+    elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return None
     raise ValueError(
         f"a {type(data).__qualname__} can be read in order only, and does not say how it is "
         "divided: give it `num_shards` and `open(shard, num_shards, epoch)`, which returns an "
-        "iterator over one shard, wrap one dataset for each shard in "
-        "resilin.streams.StatefulShards, or wrap it in resilin.streams.OneShard if one replica may "
-        "read it all"
+        "iterator over one shard; or wrap it, in resilin.streams.StatefulShards with a dataset for "
+        "each shard, or in resilin.streams.OneShard if one replica may read it all"
     )
+
+
+def _refuse_index_of_one_rank(data: object) -> None:
+    """Refuses a dataset with an index of its own whose length is that of one rank.
+
+    Raises:
+        ValueError: It is one, such as those of litdata and Mosaic.
+    """
+    # The base class has a `__getitem__` that raises.
+    inherited = sys.modules["torch.utils.data"].Dataset.__getitem__
+    if hasattr(data, "__len__") and getattr(type(data), "__getitem__", inherited) != inherited:
+        raise ValueError(
+            f"a {type(data).__qualname__} has an index, and divides its samples among ranks, as "
+            "the loader does: wrap it in resilin.streams.Indexed with the number of all samples"
+        )
+
+
+class Indexed:
+    """A dataset with an index whose length is not the number of its samples.
+
+    The `StreamingDataset`s of litdata and of Mosaic are such: they have any sample of the whole by
+    its number, and the length of the part of one rank. Wrapped, they are datasets like any other,
+    and a job is resumed without reading anything again.
+    """
+
+    def __init__(self, data: Any, num_samples: int) -> None:
+        """Wraps a dataset.
+
+        Args:
+            data: A dataset with `__getitem__`.
+            num_samples: Number of all its samples.
+
+        Raises:
+            ValueError: The number is not positive.
+        """
+        self._data = data
+        self._num_samples = _validate.whole("num_samples", num_samples, at_least=1)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[index]
 
 
 class OneShard:
