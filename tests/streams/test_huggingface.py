@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
-from datasets.distributed import split_by_node
+from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -210,8 +210,8 @@ def test_two_shards_of_one_dataset_do_not_disturb_each_other(folder):
             "without a seed",
         ),
         (
-            lambda data: split_by_node(data, 0, 2),
-            "after `split_by_node` cannot be read by all replicas",
+            lambda data: split_dataset_by_node(data, 0, 2),
+            "after `split_dataset_by_node` cannot be read by all replicas",
         ),
     ],
 )

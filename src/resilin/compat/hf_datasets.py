@@ -79,7 +79,7 @@ def check() -> None:
 
 
 def is_split_by_node(dataset: Any) -> bool:
-    """Whether `split_by_node` was called for a dataset."""
+    """Whether `split_dataset_by_node` was called for a dataset."""
     return _SPLIT.of(dataset) is not None
 
 

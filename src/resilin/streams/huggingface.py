@@ -51,7 +51,7 @@ class HuggingFaceStream:
             )
         if hf_datasets.is_split_by_node(dataset):
             raise ValueError(
-                "a dataset after `split_by_node` cannot be read by all replicas: leave that call "
+                "a dataset after `split_dataset_by_node` cannot be read by all replicas: leave that call "
                 "out, the loader divides the dataset"
             )
         steps = hf_datasets.steps(dataset)
