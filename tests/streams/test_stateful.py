@@ -36,6 +36,34 @@ class OfDataset(IterableDataset):
         self.at = state["at"]
 
 
+class Both(OfDataset):
+    """Has a state that says nothing; that of its iterator counts."""
+
+    def __iter__(self):
+        return Iterator(self.outputs())
+
+
+class Eager(OfDataset):
+    """Looks at its state when it is iterated over, and not later."""
+
+    def __iter__(self):
+        return iter(Counted(self, self.outputs()[self.at :]))
+
+
+class Counted:
+    def __init__(self, dataset, outputs):
+        self.dataset, self.outputs = dataset, outputs
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if not self.outputs:
+            raise StopIteration
+        self.dataset.at += 1
+        return self.outputs.pop(0)
+
+
 class OfIterator(IterableDataset):
     """Keeps its place in the iterator."""
 
@@ -71,7 +99,7 @@ class Iterator:
 
 @given(
     st.lists(st.integers(0, 12), min_size=1, max_size=4),
-    st.sampled_from([OfDataset, OfIterator]),
+    st.sampled_from([OfDataset, OfIterator, Both, Eager]),
     st.booleans(),
 )
 def test_a_shard_continues_at_any_place_and_all_shards_are_all_samples(lengths, kind, as_list):
@@ -92,7 +120,7 @@ def test_a_shard_continues_at_any_place_and_all_shards_are_all_samples(lengths, 
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # of torchdata
-@pytest.mark.parametrize("kind", [OfDataset, OfIterator])
+@pytest.mark.parametrize("kind", [OfDataset, OfIterator, Both, Eager])
 def test_the_state_is_the_one_that_torchdata_would_use(kind):
     opened = StatefulShards([kind(0, 30)]).open(0, 1, 0)
     loader = StatefulDataLoader(kind(0, 30), batch_size=None)

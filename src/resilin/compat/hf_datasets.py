@@ -159,11 +159,12 @@ def is_table_format(dataset: Any) -> bool:
     return formatting is not None and bool(formatting.is_table)
 
 
-def own_copy(dataset: Any) -> Any:
-    """A dataset that shares no state with another one."""
-    made = copy(dataset)
-    _STEPS.set(made, _own_steps(_STEPS.of(dataset)))
-    return made
+def separate(dataset: Any) -> None:
+    """Gives a dataset steps of its own: their state is not shared with another dataset.
+
+    `shard` makes new ones for most steps, and leaves some as they are.
+    """
+    _STEPS.set(dataset, _own_steps(_STEPS.of(dataset)))
 
 
 def _own_steps(step: Any) -> Any:

@@ -51,8 +51,8 @@ class HuggingFaceStream:
             )
         if hf_datasets.is_split_by_node(dataset):
             raise ValueError(
-                "a dataset after `split_dataset_by_node` cannot be read by all replicas: leave that call "
-                "out, the loader divides the dataset"
+                "a dataset after `split_dataset_by_node` cannot be read by all replicas: leave "
+                "that call out, the loader divides the dataset"
             )
         steps = hf_datasets.steps(dataset)
         for step in steps:
@@ -72,7 +72,7 @@ class HuggingFaceStream:
         """Begins to read one shard."""
         check_shard(self, shard, num_shards)
         part = self._dataset.shard(num_shards=num_shards, index=shard, contiguous=False)
-        part = hf_datasets.own_copy(part)
+        hf_datasets.separate(part)
         part.set_epoch(epoch)
         return StatefulShard(part) if self.has_state else hf_datasets.samples(part)
 

@@ -95,26 +95,19 @@ class StatefulShard(Iterator[Any]):
             self._samples = iter(self._dataset)
         return self._samples
 
-    def _owner(self) -> Stateful:
-        """What has the state.
+    def state_dict(self) -> Json:
+        """The state of the iterator, or else of the dataset.
 
         Raises:
-            ValueError: Neither the dataset nor its iterator has one.
+            ValueError: Neither of them has one.
         """
-        # Asked first: a dataset may only take its state before it is iterated over.
-        if self._samples is None and isinstance(self._dataset, Stateful):
-            return self._dataset
         for owner in (self._begun(), self._dataset):
             if isinstance(owner, Stateful):
-                return owner
+                return owner.state_dict()
         raise ValueError(
             f"a {type(self._dataset).__qualname__} of StatefulShards must have `state_dict` and "
             "`load_state_dict`, or an iterator that has them"
         )
-
-    def state_dict(self) -> Json:
-        """The state of the iterator, or else of the dataset."""
-        return self._owner().state_dict()
 
     def load_state_dict(self, state: Json) -> None:
         """Continues at a place.
@@ -122,4 +115,10 @@ class StatefulShard(Iterator[Any]):
         Args:
             state: What `state_dict` of the same shard returned.
         """
-        self._owner().load_state_dict(state)
+        samples = self._begun()
+        if isinstance(samples, Stateful):
+            samples.load_state_dict(state)
+        else:
+            # It may look at its state when it is iterated over, and not later.
+            self._samples = None
+            self._dataset.load_state_dict(state)
