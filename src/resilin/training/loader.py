@@ -152,7 +152,9 @@ class AdaptiveDataLoader:
             TypeError: It loads a stream, whose length nobody knows.
         """
         if self._batches is None:
-            raise TypeError("a loader of a stream has no len(): nobody knows how long its shards are")
+            raise TypeError(
+                "a loader of a stream has no len(): nobody knows how long its shards are"
+            )
         return int(-(-self._batches.steps_per_epoch // 1))
 
     def __iter__(self) -> Iterator[Any]:
