@@ -99,8 +99,8 @@ class StreamSupply:
         else:
             num, how = turn.round * len(turn.seats), "have neither a state nor skip()"
         logger.info(
-            "the pass over %r continues at sample %d: its %d open shards %s, and %d samples are read "
-            "again, over all replicas",
+            "the pass over %r continues at sample %d: its %d open shards %s, and %d samples are "
+            "read again, over all replicas",
             *(self.order.fingerprint, turn.position, len(turn.seats), how, num),
         )
 
