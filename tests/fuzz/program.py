@@ -381,6 +381,11 @@ def generate_home(seed: int, family: str, *, max_world: int = 3) -> Case:
     )
 
 
+def generate_stream(seed: int) -> Case:
+    """The case of this seed whose data are a stream."""
+    return generate_home(seed, "streams", max_world=4)
+
+
 def random_kills(
     dice: random.Random, program: Program, hooks: Sequence[str] = HOOKS
 ) -> tuple[Kill, ...]:
