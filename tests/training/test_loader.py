@@ -14,7 +14,7 @@ import resilin
 from resilin.core import BatchTrace, Schedule
 from resilin.core.membership import Membership
 from resilin.core.stream import Ownership, SampleStream
-from resilin.training.data.cursor import Cursor
+from resilin.training.data.cursor import SampleCursor
 from resilin.training.data.tickets import CannotResize, split
 from tests.replicas import gathered, num_replicas, replica
 
@@ -273,7 +273,7 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: resilin.AdaptiveDataLoader(Stream()), "IterableDataset has no random access"),
+        (lambda: resilin.AdaptiveDataLoader(Stream()), "neither an index"),
         (lambda: resilin.AdaptiveDataLoader([1], sampler=[0]), "sampler cannot be honoured"),
         (lambda: resilin.AdaptiveDataLoader([1], batch_sampler=[[0]]), "batch_sampler cannot"),
         (lambda: resilin.AdaptiveDataLoader([1], batch_size=0), r"batch_size \(0\)"),
@@ -327,26 +327,26 @@ def members(num_replicas, generation=0, **facts):
 @pytest.mark.parametrize(("replicas", "kept"), [(2, True), (3, False)])
 def test_each_replica_keeps_its_positions_at_the_same_number_of_replicas(replicas, kept):
     stream = SampleStream(20, seed=1)
-    before = Cursor("loader/0", stream)
+    before = SampleCursor("loader/0", stream)
     assert before.deal(members(2)) == Ownership(0, 2)
     before.position = 5
-    after = Cursor("loader/0", stream)
+    after = SampleCursor("loader/0", stream)
     after.load_state_dict(before.state_dict())
     expected = Ownership(0, 2) if kept else Ownership(5, replicas)
     assert after.deal(members(replicas, 1)) == expected
     # As resilin 0.1.0 wrote it.
-    old = Cursor("loader/0", stream)
+    old = SampleCursor("loader/0", stream)
     old.load_state_dict({**stream.state(5), "ended": None})
     assert old.deal(members(replicas, 1)) == Ownership(5, replicas)
     # As it was written before generations were noted.
-    old = Cursor("loader/0", stream)
+    old = SampleCursor("loader/0", stream)
     old.load_state_dict({**before.state_dict(), "dealt": [0, 2]})
     assert old.deal(members(replicas, 1)) == expected
 
 
 def test_survivors_and_joiners_of_a_generation_deal_alike():
     stream = SampleStream(20, seed=1)
-    survivor = Cursor("loader/0", stream)
+    survivor = SampleCursor("loader/0", stream)
     assert survivor.deal(members(2)) == Ownership(0, 2)
     survivor.position = 5
     state = survivor.state_dict()
@@ -357,11 +357,11 @@ def test_survivors_and_joiners_of_a_generation_deal_alike():
     assert survivor.deal(now) == Ownership(5, 2)
     for taken in (state, {**survivor.state_dict(), "cursor": 5}):
         # Before the survivor has dealt, or after it.
-        joiner = Cursor("loader/0", stream)
+        joiner = SampleCursor("loader/0", stream)
         joiner.load_state_dict(taken)
         assert joiner.deal(now) == Ownership(5, 2)
     # All are started anew, together, and resume what that generation has left.
-    again = Cursor("loader/0", stream)
+    again = SampleCursor("loader/0", stream)
     again.load_state_dict(survivor.state_dict())
     assert again.deal(members(2, 2)) == Ownership(5, 2)
     assert again.deal(members(2, 3, reformed=True)) == Ownership(9, 2)

@@ -53,6 +53,11 @@ interpolate_all: Callable[[Sequence[Tensor], Sequence[Tensor], float], None] = T
 ).find()
 """Moves tensors towards others by a share of the distance, in place."""
 
+pin_batch: Callable[[Any], Any] = TORCH.name(
+    "torch.utils.data._utils.pin_memory:pin_memory", "pins batches as a DataLoader does"
+).find()
+"""A collated batch in pinned memory."""
+
 norms_of_all: Callable[[Sequence[Tensor]], list[Tensor]] = TORCH.name(
     "torch:_foreach_norm", "measures all gradients in one call, on a GPU"
 ).find()

@@ -57,6 +57,8 @@ class BatchPlan:
     Shares then follow the speeds, while `stream.Ownership` distributes positions equally: such a
     plan defines the split of a batch, but not yet who owns which position of the stream.
     """
+    shares: tuple[int, ...] | None = None
+    """Samples of each replica, where they are given, as by the shards that each one reads."""
 
     _shares: NDArray[np.int64] | None = field(init=False, repr=False, compare=False)
     _steps: int = field(init=False, repr=False, compare=False)
@@ -70,6 +72,8 @@ class BatchPlan:
             _validate.whole("max_local_bsz", self.max_local_bsz, at_least=floor)
         self._check_room()
         shares = None if self.speeds is None else self._unequal_shares(self.speeds)
+        if self.shares is not None:
+            shares = self._given_shares(self.shares)
         object.__setattr__(self, "_shares", shares)
         object.__setattr__(self, "_steps", self._steps_for(self._largest_share))
         self._check_smallest()
@@ -123,6 +127,16 @@ class BatchPlan:
         cap = self.max_local_bsz if not self.gradient_accumulation else None
         upper = self.global_batch_size if cap is None else cap
         return _proportional(self.global_batch_size, speed, self.min_local_bsz, upper)
+
+    def _given_shares(self, shares: tuple[int, ...]) -> NDArray[np.int64]:
+        if self.speeds is not None:
+            raise ValueError("shares follow from speeds: only one of the two can be given")
+        if len(shares) != self.replicas or sum(shares) != self.global_batch_size:
+            raise ValueError(
+                f"shares ({shares}) must be those of {self.replicas} replicas, and sum up to the "
+                f"global batch size ({self.global_batch_size})"
+            )
+        return np.asarray(shares, dtype=np.int64)
 
     def share(self, replica: int) -> int:
         """Samples that this replica contributes to the global batch."""

@@ -11,24 +11,29 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import IterableDataset
 
 from resilin.core import _validate
-from resilin.core.batches import Batches
 from resilin.core.clock import Reference
 from resilin.core.events import FaultEvent
 from resilin.core.noise import Noise
 from resilin.core.plan import BatchBounds, BatchPlan
 from resilin.core.ramp import lower_phi
-from resilin.core.stream import TAILS, SampleStream, Tail
+from resilin.core.stream import TAILS, Tail
 from resilin.engine import devices, overrides
+from resilin.streams.adapt import as_stream
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
+from resilin.training.data.indexed import IndexedSupply, batches_of
+from resilin.training.data.order import DataOrder
+from resilin.training.data.shard_cursor import ShardCursor
+from resilin.training.data.streamed import StreamSupply, stream_supply
+from resilin.training.data.supply import Supply
 from resilin.training.job import Job, current_job
 from resilin.training.passes import Passes
 from resilin.training.sizing.autoscale import Autoscaler
 from resilin.training.sizing.batch_size import BatchSize, BatchSizes
 from resilin.training.sizing.context import SizingContext
 from resilin.training.sizing.memory_limit import LocalLimit
+from resilin.training.step_plans import StepPlans
 
 _OWN = {
     "sampler": "the order is that of the sample stream",
@@ -53,9 +58,10 @@ class AdaptiveDataLoader:
     that is not its own, whose gradient has weight 0; `current_samples` is 0 then.
 
     Args:
-        dataset: Anything with `__len__` and `__getitem__`.
+        dataset: Anything with `__len__` and `__getitem__`; or a stream, whose shards are read in
+            order: see `resilin.streams`. A streaming dataset of Hugging Face is one.
         batch_size: The reference batch.
-        shuffle: Whether each epoch has an order of its own.
+        shuffle: Whether each epoch has an order of its own; of a stream, the order of its shards.
         drop_last: Whether to drop the remainder of an epoch, once for all replicas.
         max_local_bsz: Most samples in a micro-batch; more are accumulated. `auto` finds out what
             fits into memory, from micro-batches that begin small and at most double.
@@ -69,7 +75,8 @@ class AdaptiveDataLoader:
             the gradient is then the weighted mean. None weighs by samples.
         noise_cap: Whether a batch is only as large as the noise allows, for SGD over many epochs:
             `floor(gain(k))` of the k reference batches offered; see `resilin.core.noise_cap`.
-        fingerprint: What identifies the dataset in checkpoints; None takes its class and length.
+        fingerprint: What identifies the dataset in checkpoints; None takes its class and length,
+            or what a stream says of itself.
         **dataloader_kwargs: Any other argument of `torch.utils.data.DataLoader`.
 
     Raises:
@@ -92,11 +99,6 @@ class AdaptiveDataLoader:
         fingerprint: str | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
-        if isinstance(dataset, IterableDataset):
-            raise ValueError(
-                "an IterableDataset has no random access, so its samples cannot follow a changing "
-                "number of replicas; use a dataset with __len__ and __getitem__"
-            )
         for name, reason in _OWN.items():
             if dataloader_kwargs.pop(name, None) is not None:
                 raise ValueError(f"{name} cannot be honoured: {reason}; use seed= and shuffle=")
@@ -108,17 +110,8 @@ class AdaptiveDataLoader:
         """The reference batch."""
         if drop_last and tail not in (None, "drop"):
             raise ValueError(f"drop_last (True) and tail ({tail!r}) contradict each other: say one")
-        if len(dataset) == 0:
-            raise ValueError("the dataset is empty: len(dataset) must be at least 1, and is 0")
         tail = tail or ("drop" if drop_last else "short")
         _validate.one_of("tail", tail, TAILS)
-        stream = SampleStream(
-            len(dataset),
-            seed=seed,
-            shuffle=shuffle,
-            fingerprint=fingerprint or f"{type(dataset).__qualname__}[{len(dataset)}]",
-        )
-        self._batches = Batches(stream=stream, tail=tail, batch_size=self.batch_size)
         limit: LocalLimit | None = None
         if max_local_bsz == "auto":
             limit = LocalLimit(memory_budget, start=max(1, self.batch_size // 8))
@@ -132,29 +125,50 @@ class AdaptiveDataLoader:
             _validate.whole("max_local_bsz", max_local_bsz, at_least=1)
         self.job = current_job()
         """The job that it belongs to: the one that was current when it was made."""
+        order = DataOrder(seed, shuffle, tail, fingerprint)
+        stream = as_stream(dataset)
+        self._batches = None if stream is not None else batches_of(dataset, batch_size, order)
+        reference = Reference(batch_size) if self._batches is None else self._batches.reference
         self._sizes = BatchSizes(
             _sizing_context(self.job),
-            self._batches.reference,
+            reference,
             max_local_bsz,
             limit,
             weighs=batch_weight is not None,
             capped=noise_cap,
         )
-        self._passes = Passes(
-            self.job, self._batches, self._sizes, batch_weight, dataset, dataloader_kwargs
-        )
+        plans = StepPlans(self.job, self._sizes, self.batch_size)
+        supply: IndexedSupply | StreamSupply
+        if stream is None:
+            assert self._batches is not None
+            supply = IndexedSupply(dataset, self._batches, plans, dataloader_kwargs)
+        else:
+            engine = self.job.engine
+            supply = stream_supply(stream, order, reference, plans, engine, dataloader_kwargs)
+        self._supply: Supply = supply
+        self.job.iterations.fetchers.add(supply.fetcher)
+        self._passes = Passes(self.job, supply, plans, batch_weight)
 
     def example(self) -> Any:
         """A batch of one sample, to build a model with, such as one of lazy modules.
 
         It is fetched in this process, and is no part of the order: nothing is used up by it.
         """
-        return self._passes.fetcher.one(0)
+        return self._supply.example()
 
     # Iterating -----------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Reference steps in one epoch: what a plain DataLoader at `batch_size` would say."""
+        """Reference steps in one epoch: what a plain DataLoader at `batch_size` would say.
+
+        Raises:
+            TypeError: It loads a stream, whose length nobody knows.
+        """
+        if self._batches is None:
+            raise TypeError(
+                "an AdaptiveDataLoader over a stream has no len(): nobody knows how many samples "
+                "its shards have before they were read"
+            )
         return int(-(-self._batches.steps_per_epoch // 1))
 
     def __iter__(self) -> Iterator[Any]:
@@ -168,7 +182,7 @@ class AdaptiveDataLoader:
 
     def reference_run(self) -> Reference:
         """The run that the learning rate was tuned for: its batch, and its steps per epoch."""
-        return self._batches.reference
+        return self._supply.reference
 
     def take_part(self) -> None:
         """Makes this the loader that trains: its state belongs to that of the job from now on.
@@ -181,6 +195,9 @@ class AdaptiveDataLoader:
     @property
     def epochs_done(self) -> int:
         """Epochs that are over: the number, from 0, of the one that the next step belongs to."""
+        if self._batches is None:
+            assert isinstance(self._passes.cursor, ShardCursor)
+            return self._passes.cursor.number
         if self._passes.by_progress:
             return self._batches.epochs_of_progress(self.job.clock.progress)
         return self._batches.epoch(self._passes.cursor.position, self.current_batch_size)

@@ -10,18 +10,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
-from resilin.core.batches import Batches
 from resilin.core.clock import step_scale
 from resilin.core.membership import Membership
 from resilin.core.plan import BatchPlan
-from resilin.core.stream import Ownership
 from resilin.engine import overrides
-from resilin.training.data.cursor import Cursor, FormerNames, LoaderName
-from resilin.training.data.fetching import Fetcher
+from resilin.training.data.cursor import FormerNames, LoaderName
 from resilin.training.data.iteration import Iteration
+from resilin.training.data.supply import Supply
 from resilin.training.job import Job
 from resilin.training.lifecycle import (
     begin_step,
@@ -32,7 +29,8 @@ from resilin.training.lifecycle import (
     start,
 )
 from resilin.training.records import MicroBatch
-from resilin.training.sizing.batch_size import PARTS, BatchSizes
+from resilin.training.sizing.batch_size import PARTS
+from resilin.training.step_plans import StepPlans
 
 logger = logging.getLogger("resilin")
 
@@ -44,37 +42,31 @@ class Passes:
 
     Args:
         job: The job that the loader belongs to.
-        batches: Its data, by positions.
-        sizes: The next batch size and its split.
+        supply: Its data.
+        plans: The next batch size and its split.
         batch_weight: Gives the weight of a collated micro-batch; None weighs by samples.
-        dataset: The user's dataset.
-        dataloader_kwargs: The user's arguments of the DataLoader.
     """
 
     def __init__(
         self,
         job: Job,
-        batches: Batches,
-        sizes: BatchSizes,
+        supply: Supply,
+        plans: StepPlans,
         batch_weight: Callable[[Any], Any] | None,
-        dataset: Any,
-        dataloader_kwargs: dict[str, Any],
     ) -> None:
         self._job = job
-        self._batches = batches
-        self._sizes = sizes
+        self._supply = supply
+        self._plans = plans
+        self._sizes = plans.sizes
         self._batch_weight = batch_weight
-        self._name: LoaderName = job.iterations.cursors.name(batches.stream.fingerprint)
+        self._name: LoaderName = job.iterations.cursors.name(supply.order.fingerprint)
         self._joined: tuple[Membership, int] | None = None
         self._stop_at = overrides.stop_at()
         self._latest: Iteration | None = None
-        self.cursor = Cursor(self._name.text, batches.stream)
-        """The position in the stream."""
+        self.cursor = supply.new_cursor(self._name.text)
+        """The position in the data."""
         self.iteration: Iteration | None = None
         """The iteration over the loader that is under way, if any."""
-        self.fetcher = Fetcher(dataset, batches.stream, self._cut, dataloader_kwargs)
-        """Micro-batches that are fetched ahead."""
-        job.iterations.fetchers.add(self.fetcher)
 
     @property
     def by_progress(self) -> bool:
@@ -109,9 +101,13 @@ class Passes:
         outer, self.iteration = self.iteration, current
         if current.moves:
             self._latest = current
+        complete = False
         try:
             yield from self._epoch(current)
+            complete = True
         finally:
+            if not complete:
+                self._supply.close(current, complete=False)
             job.iterations.end(current)
             if self.iteration is current:
                 self.iteration = None if outer is None or outer.closed else outer
@@ -132,30 +128,23 @@ class Passes:
         return not passes.left_out
 
     def _open(self, loader: object, *, training: bool) -> Iteration:
-        job, batches, membership = self._job, self._batches, self._job.engine.membership
-        evaluates = job.trained is not None and not training
-        if evaluates:
-            # Apart from the cursor, and the same after a restart: it depends on the epoch alone.
-            position = job.epoch * batches.stream.num_samples
-            owners = Ownership(0, membership.num_replicas)
-        else:
-            position = self.cursor.position
+        job, membership = self._job, self._job.engine.membership
+        moves = training or job.trained is None
+        if moves:
             self._join(membership)
-            owners = self.cursor.deal(membership)
-        self.fetcher.expect(position)
+        place = self._supply.open(self.cursor, membership, job.epoch, moves=moves)
         current = Iteration(
             loader=loader,
             name=self._name.text,
             cursor=self.cursor,
             measured_forward=lambda: self._sizes.memory.measured(self.samples),
             training=training,
-            moves=not evaluates,
+            moves=moves,
             began=job.clock,
             membership=membership,
-            owners=owners,
-            position=position,
-            # The epoch is that of the next batch: the cursor may stand before a dropped tail.
-            data_end=batches.epoch_end(position, self._sizes.now()),
+            epoch=job.epoch,
+            position=place.position,
+            data_end=place.end,
         )
         if training:
             until = None if self.by_progress else current.data_end
@@ -170,14 +159,16 @@ class Passes:
                 _end_script(job, self._stop_at)
             membership = begin_step(job, current) if current.training else job.engine.membership
             if current.moves and self._join(membership):
-                current.membership, current.owners = membership, self.cursor.deal(membership)
+                current.membership = membership
                 current.position = self.cursor.position
                 if self.is_over(current, current.position):
                     continue  # others have committed the step that was lost here
             if current.training and not self._sizes.memory.agree():
                 continue
             batch_size = self._sizes.now()
-            span = self._batches.span(current.position, batch_size)
+            span = self._supply.span(current, batch_size)
+            if not span:
+                continue  # a replica was lost, or the data are over
             yield from self._step(current, span, batch_size)
             end_lost_step(job)
             if current.closed:
@@ -192,9 +183,7 @@ class Passes:
             current.advance(span.stop)
         if current.training:
             end_pass(job)
-        if current.moves and self._goal(current) is None:
-            # After a tail that was dropped.
-            current.advance(max(current.position, current.data_end))
+        self._supply.close(current, complete=self._goal(current) is None)
         self._sizes.pause()
         if current.training:
             passes = self.cursor.passes
@@ -203,61 +192,59 @@ class Passes:
 
     def is_over(self, current: Iteration, position: int) -> bool:
         """Whether its epoch ends at this position: by progress if there is a goal, else by data."""
-        goal = self._goal(current)
-        if goal is not None:
-            return self._batches.reaches(self._job.clock.progress, goal)
-        if position >= current.data_end:
-            # No step follows: a batch size that is a function of the clock must not be asked.
-            return True
-        return self._batches.are_over(position, current.data_end, self._sizes.now())
+        goal, batches = self._goal(current), self._supply.batches
+        if goal is None or batches is None:
+            return self._supply.is_over(current, position)
+        return batches.reaches(self._job.clock.progress, goal)
 
     def _goal(self, current: Iteration) -> int | None:
         """Epochs of the reference run after which the epoch ends; None if its data say that."""
+        batches = self._supply.batches
         # A step that the model committed makes this the training loader; its rule says whether
         # an epoch is measured by the data or by progress.
-        if self._job.clock.steps <= current.began.steps or not self.by_progress:
+        if batches is None or not self.by_progress:
             return None
-        return self._batches.epochs_of_progress(current.began.progress) + 1
+        if self._job.clock.steps <= current.began.steps:
+            return None
+        return batches.epochs_of_progress(current.began.progress) + 1
 
     # A step --------------------------------------------------------------------------------
 
     def _step(self, current: Iteration, span: range, batch_size: int) -> Iterator[Any]:
-        job, sizing = self._job, self._sizes
+        job, sizing, supply = self._job, self._sizes, self._supply
         training, self.iteration = current.training, current
         if training:
-            job.timeline.reference = self._batches.reference
-        plan = current.plan = sizing.plan(len(span), batch_size, training=training)
+            job.timeline.reference = supply.reference
+        share = supply.share(current, span)
+        plan = sizing.plan(len(span), batch_size, training=training, shares=share.shares)
+        current.plan = plan
         sizing.begin_step(plan, whole=training and len(span) == batch_size)
-        mine = current.owners.positions(current.membership.replica, span)
-        slot = current.owners.slot(current.membership.replica, span.start)
-        sizes = self._split(plan, batch_size).micro_batches(slot)
+        sizes = self._plans.split(plan, batch_size, training=training).micro_batches(share.slot)
         if not training:
             if job.trained is not None and job.trained.gradient.collective:
                 _check_evaluation(plan)
             # Only a step of training needs every replica in every micro-batch.
             sizes = tuple(size for size in sizes if size)
+        scale = step_scale(len(span), batch_size, supply.reference.batch_size)
         common: dict[str, Any] = {
             "samples": len(span),
-            "scale": step_scale(len(span), batch_size, self._batches.batch_size),
-            "sample_steps": self._batches.reference_steps(current.position, span.stop),
+            "scale": scale,
+            "sample_steps": supply.sample_steps(range(current.position, span.stop), scale),
         }
         current.span = span
-        index, rest = 0, mine
+        index, used, num = 0, 0, sum(sizes)
         while index < len(sizes):
             count, last = sizes[index], index + 1 == len(sizes)
-            if count:
-                batch = self.fetcher.take(rest, sizes[index:], behind=span.stop)
-            else:
-                batch = self.fetcher.one(span.start)
-            rest = rest[count:]
+            batch = share.take(used, sizes[index:]) if count else share.filler()
+            used += count
             self._hand_out(current, batch, count, index=index, last=last, **common)
             yield batch
             index += 1
             if current.repeats_below is not None:
                 # This replica's part of the step, once more and in smaller pieces.
-                smaller = BatchPlan(len(mine), 1, max_local_bsz=max(1, current.repeats_below // 2))
+                smaller = BatchPlan(num, 1, max_local_bsz=max(1, current.repeats_below // 2))
                 sizes, current.repeats_below = smaller.micro_batches(0), None
-                index, rest = 0, mine
+                index, used = 0, 0
         if job.trained is None:
             sizing.count_step(**common)
 
@@ -275,45 +262,14 @@ class Passes:
         )
         self._job.iterations.hand_out(current, micro_batch)
 
-    def _cut(self, position: int) -> tuple[list[range], int]:
-        """A step at this position with the current sizes, and its end."""
-        batch_size = self._sizes.now()
-        span = self._batches.span(position, batch_size)
-        assert self.iteration is not None
-        owners, replica = self.iteration.owners, self.iteration.membership.replica
-        plan = self._sizes.plan(len(span), batch_size, training=self.iteration.training)
-        mine = owners.positions(replica, span)
-        sizes = self._split(plan, batch_size).micro_batches(owners.slot(replica, span.start))
-        ends = accumulate(sizes)
-        parts = [mine[end - size : end] for size, end in zip(sizes, ends, strict=True) if size]
-        return parts, span.stop
-
-    def _split(self, plan: BatchPlan, batch_size: int) -> BatchPlan:
-        """Splits a step of one replica in two if its noise is to be measured.
-
-        Losses that couple samples change with the split, so the reference batch is left whole
-        unless somebody needs its noise. No piece has one sample, unless the reference batch has.
-        """
-        job, reference = self._job, self._batches.batch_size
-        samples = plan.global_batch_size
-        pieces = samples // 2 >= min(2, reference)
-        alone = plan.replicas == 1 and plan.steps == 1 and samples > 1
-        training = self.iteration is not None and self.iteration.training
-        if alone and pieces and training and job.trained is not None:
-            scale = step_scale(samples, batch_size, reference)
-            estimates = job.trained.scaling.estimates
-            if estimates.due(autoscaled=job.sized_by_noise, split_at=scale):
-                return BatchPlan(samples, 1, max_local_bsz=-(-plan.batch_size // 2))
-        return plan
-
     # Membership and state ------------------------------------------------------------------
 
     def take_part(self) -> None:
         """Makes this the loader that trains: its state belongs to that of the job from now on."""
-        job, name, stream = self._job, self._name, self._batches.stream
+        job, name, stream = self._job, self._name, self._supply.order
         cursors = job.iterations.cursors
         former = FormerNames(name.text, stream, job.epoch, cursors)
-        self.cursor = cursors.get(name.text, stream, job.epoch)
+        self.cursor = cursors.get(name.text, stream, job.epoch, self._supply.new_cursor)
         self.cursor.epoch = job.epoch
         job.registry.add(name.text, self.cursor, ages=False, former=former.cursor)
         self.cursor.use(name, stream, job.epoch, made_within=name.made_within)
@@ -343,7 +299,7 @@ class Passes:
         if self._joined == present:
             return False
         self._joined = present
-        self.fetcher.begin(self.cursor.position)
+        self._supply.begin(self.cursor)
         return True
 
 

@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from resilin.core.membership import Membership
 from resilin.core.passes import PassCount
@@ -28,15 +28,32 @@ _ORDER = ("seed", "shuffle")
 """Settings that may differ between two passes; they set the order within a pass."""
 
 
+class Order(Protocol):
+    """The order of a loader's samples, by positions."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the data."""
+        ...
+
+    def state(self, cursor: int) -> dict[str, Any]:
+        """Identity and position, for a checkpoint."""
+        ...
+
+    def resume(self, state: Mapping[str, Any]) -> int:
+        """The position in a saved state; a `ValueError` if that is of another order."""
+        ...
+
+
 class Cursor:
-    """Position of the job in a sample stream.
+    """Position of the job in the data of a loader.
 
     Args:
         name: Its name in the state of the job.
-        stream: The stream of the loader that has it now.
+        stream: The order of the loader that has it now.
     """
 
-    def __init__(self, name: str, stream: SampleStream) -> None:
+    def __init__(self, name: str, stream: Order) -> None:
         self.name = name
         self.stream = stream
         self.position = 0
@@ -47,8 +64,6 @@ class Cursor:
         """Identifies the loader that used it last."""
         self.num_loads = 0
         """Number of times it was restored."""
-        self._dealt: Ownership | None = None
-        self._dealt_in: int | None = None
         self.sizes: Any = None
         """The `BatchSizes` of that loader, once it has trained."""
         self.epoch: int | None = None
@@ -56,12 +71,12 @@ class Cursor:
         self.chosen: int | str | None = None
         """The batch size that the loop has set for its loader, or in words what else it has set."""
 
-    def use(self, owner: object, stream: SampleStream, epoch: int, *, made_within: bool) -> None:
+    def use(self, owner: object, stream: Order, epoch: int, *, made_within: bool) -> None:
         """Makes it that of a loader that begins a pass.
 
         Args:
             owner: Identifies the loader.
-            stream: Its stream.
+            stream: Its order.
             epoch: The epoch of the current loop.
             made_within: Whether the loader was made within an epoch.
 
@@ -80,8 +95,57 @@ class Cursor:
         self.owner, self.stream = owner, stream
         if made_within and self.passes.under_way and self.passes.epoch != epoch:
             # A new loader begins a new pass, as in plain PyTorch; the one before it was left.
-            self.position = -(-self.position // stream.num_samples) * stream.num_samples
+            self.end_pass()
             self.passes = PassCount()
+
+    def end_pass(self) -> None:
+        """Moves to the beginning of the next pass."""
+        raise NotImplementedError
+
+    def place(self) -> dict[str, Any]:
+        """The order and the place in it, for a checkpoint; JSON-compatible."""
+        return self.stream.state(self.position)
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `place` returned."""
+        self.position = self.stream.resume(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The data state: which stream, where in it, and which passes of the epoch are complete."""
+        state = {**self.place(), **self.passes.state()}
+        return state if self.chosen is None else {**state, "batch_size": self.chosen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` returned.
+
+        Raises:
+            ValueError: The state belongs to another dataset or order; the message says which.
+        """
+        self.resume(state)
+        self.chosen = state.get("batch_size")
+        self.num_loads += 1
+        self.passes = PassCount.from_state(state, self.position)
+
+
+class SampleCursor(Cursor):
+    """Position of the job in a sample stream.
+
+    Args:
+        name: Its name in the state of the job.
+        stream: The stream of the loader that has it now.
+    """
+
+    stream: SampleStream
+
+    def __init__(self, name: str, stream: SampleStream) -> None:
+        super().__init__(name, stream)
+        self._dealt: Ownership | None = None
+        self._dealt_in: int | None = None
+
+    def end_pass(self) -> None:
+        """Moves to the beginning of the next pass."""
+        num = self.stream.num_samples
+        self.position = -(-self.position // num) * num
 
     def deal(self, membership: Membership) -> Ownership:
         """Assignment of positions to replicas.
@@ -101,37 +165,31 @@ class Cursor:
         assert self._dealt is not None
         return self._dealt
 
-    def state_dict(self) -> dict[str, Any]:
-        """The data state: which stream, where in it, and which passes of the epoch are complete."""
-        state = {**self.stream.state(self.position), **self.passes.state()}
-        if self._dealt is not None:
-            state["dealt"] = [self._dealt.base, self._dealt.replicas, self._dealt_in]
-        return state if self.chosen is None else {**state, "batch_size": self.chosen}
+    def place(self) -> dict[str, Any]:
+        """The order, the place in it, and who owns which positions."""
+        if self._dealt is None:
+            return super().place()
+        dealt = [self._dealt.base, self._dealt.replicas, self._dealt_in]
+        return {**super().place(), "dealt": dealt}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned.
-
-        Raises:
-            ValueError: The state belongs to another dataset or order; the message says which.
-        """
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `place` returned."""
         between = (
             not state.get("under_way", True)
             and state.get("epoch") != self.epoch
+            and "num_samples" in state
             and state["cursor"] % self.stream.num_samples == 0
         )
         if between:
             # No pass is under way, so the next one may have another order.
             own = self.stream.state(0)
             state = {**state, **{name: own[name] for name in _ORDER}}
-        self.position = self.stream.resume(state)
-        self.chosen = state.get("batch_size")
+        super().resume(state)
         self._dealt, self._dealt_in = None, None
         if "dealt" in state:
             base, replicas, *generation = state["dealt"]
             self._dealt = Ownership(base, replicas)
             self._dealt_in = generation[0] if generation else None
-        self.num_loads += 1
-        self.passes = PassCount.from_state(state, self.position)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,13 +240,14 @@ class Cursors:
         self.made.add(name)
         return LoaderName(name, made_within=self.in_epoch)
 
-    def get(self, name: str, stream: SampleStream, epoch: int) -> Cursor:
+    def get(self, name: str, stream: Order, epoch: int, make: Callable[[str], Cursor]) -> Cursor:
         """The cursor of this name; it begins at 0 if there is none.
 
         Args:
             name: What it is called.
-            stream: The stream of the loader that asks.
+            stream: The order of the loader that asks.
             epoch: The epoch that is under way.
+            make: Makes a cursor of this name.
         """
         if name not in self._cursors:
             others = (c.stream.fingerprint for c in self._cursors.values() if c.epoch == epoch)
@@ -202,7 +261,7 @@ class Cursors:
                     "resilin.remaining_epochs_until()",
                     stacklevel=5,
                 )
-            self._cursors[name] = Cursor(name, stream)
+            self._cursors[name] = make(name)
         return self._cursors[name]
 
 
@@ -216,7 +275,7 @@ class FormerNames:
         cursors: The cursors of the job.
     """
 
-    def __init__(self, name: str, stream: SampleStream, epoch: int, cursors: Cursors) -> None:
+    def __init__(self, name: str, stream: Order, epoch: int, cursors: Cursors) -> None:
         self._name = name
         self._stream = stream
         self._epoch = epoch
@@ -246,7 +305,7 @@ class FormerNames:
 
 
 def former_name(
-    name: str, stream: SampleStream, parts: Mapping[str, Any], made: Collection[str]
+    name: str, stream: Order, parts: Mapping[str, Any], made: Collection[str]
 ) -> str | None:
     """Another name that the state of this loader has, if it is among these parts.
 
@@ -278,7 +337,7 @@ def former_name(
 
 def refuse_other_data(
     name: str,
-    stream: SampleStream,
+    stream: Order,
     parts: Mapping[str, Any],
     epoch: int,
     made: Collection[str],

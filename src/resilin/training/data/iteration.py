@@ -11,15 +11,22 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from resilin.core.clock import Clock
 from resilin.core.membership import Membership
 from resilin.core.plan import BatchPlan
-from resilin.core.stream import Ownership
 from resilin.training.data.cursor import Cursor, Cursors
-from resilin.training.data.fetching import Fetcher
 from resilin.training.records import MicroBatch
 from resilin.training.timeline import Timeline
+
+
+class Closable(Protocol):
+    """Has workers that can be ended."""
+
+    def close(self) -> None:
+        """Ends them."""
+        ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -45,12 +52,12 @@ class Iteration:
     """The clock when it began."""
     membership: Membership
     """Members that take part in the current step."""
-    owners: Ownership
-    """Assignment of positions to replicas."""
+    epoch: int
+    """The epoch of the loop in which it began."""
     position: int
     """Start of the next step."""
-    data_end: int
-    """End of its epoch's data in the stream."""
+    data_end: int | None
+    """End of its epoch's data in the stream; None if nobody knows it."""
     outer: Iteration | None = None
     """The iteration in whose body this one began, if any."""
     micro_batch: MicroBatch | None = None
@@ -96,7 +103,7 @@ class Iterations:
         """The iteration that handed out the latest micro-batch."""
         self.training: list[Iteration] = []
         """The open iterations that train, in the order in which they began."""
-        self.fetchers: weakref.WeakSet[Fetcher] = weakref.WeakSet()
+        self.fetchers: weakref.WeakSet[Closable] = weakref.WeakSet()
         """The fetchers of all loaders of the job that still exist."""
 
     @property

@@ -333,15 +333,24 @@ class BatchSizes:
             samples=samples, scale=scale, gain=min(1.0, scale), sample_steps=sample_steps
         )
 
-    def plan(self, samples: int, batch_size: int, *, training: bool = True) -> BatchPlan:
+    def plan(
+        self,
+        samples: int,
+        batch_size: int,
+        *,
+        training: bool = True,
+        shares: tuple[int, ...] | None = None,
+    ) -> BatchPlan:
         """The split of a step, over the present replicas.
 
         Args:
             samples: Samples in the step.
             batch_size: The global batch size; the remainder of an epoch has fewer samples.
             training: Whether the step trains: memory limits its micro-batches then.
+            shares: Samples of each replica, where the data determine them; a smallest micro-batch
+                cannot be kept then.
         """
-        return _planned(
+        plan = _planned(
             self._bounds,
             samples,
             self._context.engine.membership.num_replicas,
@@ -349,6 +358,9 @@ class BatchSizes:
             bounded=samples == batch_size and self._replayed is None,
             fits=self.memory.limit if training else None,
         )
+        if shares is None:
+            return plan
+        return BatchPlan(samples, plan.replicas, max_local_bsz=plan.max_local_bsz, shares=shares)
 
     def begin_step(self, plan: BatchPlan, *, whole: bool) -> None:
         """A step begins; one that is not whole says little about how long steps take."""

@@ -1,0 +1,138 @@
+"""`Supply`: what a pass needs of the data behind a loader, whether they have an index or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from resilin.core.batches import Batches
+from resilin.core.clock import Reference
+from resilin.core.membership import Membership
+from resilin.core.plan import BatchPlan
+from resilin.training.data.cursor import Cursor, Order
+from resilin.training.data.iteration import Iteration
+
+
+class Plans(Protocol):
+    """The sizes of steps, now and ahead."""
+
+    def batch_size(self) -> int:
+        """The global batch size of the next step."""
+        ...
+
+    def pieces(self, samples: int, batch_size: int, *, training: bool) -> BatchPlan:
+        """The split of a step as it is run.
+
+        Args:
+            samples: Samples in the step.
+            batch_size: The global batch size.
+            training: Whether the step trains.
+        """
+        ...
+
+
+class Share(Protocol):
+    """The samples of one step that this replica runs."""
+
+    @property
+    def slot(self) -> int:
+        """The place of this replica in the plan of the step."""
+        ...
+
+    @property
+    def shares(self) -> tuple[int, ...] | None:
+        """Samples of each replica, if the plan does not determine them."""
+        ...
+
+    def take(self, used: int, sizes: Sequence[int]) -> Any:
+        """A micro-batch, collated.
+
+        Args:
+            used: Samples of the share that earlier micro-batches had.
+            sizes: Sizes of this micro-batch and of those that follow it in the step.
+        """
+        ...
+
+    def filler(self) -> Any:
+        """A batch of one sample that is not of this share."""
+        ...
+
+
+class Place(NamedTuple):
+    """Where a pass begins."""
+
+    position: int
+    """Start of the first step."""
+    end: int | None
+    """End of the data of this epoch, if that is known."""
+
+
+class Supply(Protocol):
+    """The data of one loader: who gets which samples of which step."""
+
+    @property
+    def batches(self) -> Batches | None:
+        """The data by positions and epochs; None if nobody knows how many samples there are."""
+        ...
+
+    @property
+    def order(self) -> Order:
+        """The order of the samples."""
+        ...
+
+    @property
+    def reference(self) -> Reference:
+        """The run that the learning rate was tuned for."""
+        ...
+
+    def new_cursor(self, name: str) -> Cursor:
+        """A cursor at the beginning of the data."""
+        ...
+
+    def begin(self, cursor: Cursor) -> None:
+        """Takes up that members, or the cursor, have changed: what was fetched may not fit."""
+        ...
+
+    def open(self, cursor: Cursor, membership: Membership, epoch: int, *, moves: bool) -> Place:
+        """Begins a pass.
+
+        Args:
+            cursor: The cursor of the loader.
+            membership: Members that take part.
+            epoch: The epoch of the loop.
+            moves: Whether the pass moves the cursor; an evaluation does not.
+        """
+        ...
+
+    def span(self, current: Iteration, batch_size: int) -> range | None:
+        """The positions of the next step of a pass; none at its end.
+
+        Returns:
+            The positions; None if the replicas could not agree, because one was lost.
+        """
+        ...
+
+    def share(self, current: Iteration, span: range) -> Share:
+        """This replica's part of a step."""
+        ...
+
+    def is_over(self, current: Iteration, position: int) -> bool:
+        """Whether the data of the epoch end at this position, as far as is known."""
+        ...
+
+    def sample_steps(self, span: range, scale: float) -> float:
+        """Reference steps that the reference run made with these samples."""
+        ...
+
+    def close(self, current: Iteration, *, complete: bool) -> None:
+        """Ends a pass.
+
+        Args:
+            current: The pass.
+            complete: Whether all its data were used.
+        """
+        ...
+
+    def example(self) -> Any:
+        """A batch of one sample, which is not used up."""
+        ...
