@@ -117,6 +117,7 @@ def main(options: dict[str, Any]) -> None:
     leave_after = options.get("break_after")
     for epoch in resilin.remaining_epochs_until(p.epochs):
         stats = resilin.Accumulator()
+        stats["samples"] += 0  # an epoch may have no step: all that there is may be a remainder
         kill_point("epoch")
         for x, y, idx, weight in loader:
             kill_point("batch")
