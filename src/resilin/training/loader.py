@@ -24,8 +24,8 @@ from resilin.streams.adapt import as_stream
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
 from resilin.training.data.indexed import IndexedSupply, batches_of
 from resilin.training.data.order import DataOrder
-from resilin.training.data.shard_cursor import ShardCursor
-from resilin.training.data.streamed import StreamSupply, stream_supply
+from resilin.training.data.shards.cursor import ShardCursor
+from resilin.training.data.shards.supply import StreamSupply
 from resilin.training.data.supply import Supply
 from resilin.training.job import Job, current_job
 from resilin.training.passes import Passes
@@ -102,9 +102,7 @@ class AdaptiveDataLoader:
         for name, reason in _OWN.items():
             if dataloader_kwargs.pop(name, None) is not None:
                 raise ValueError(f"{name} cannot be honoured: {reason}; use seed= and shuffle=")
-        if seed is None:
-            generator = dataloader_kwargs.get("generator")
-            seed = generator.initial_seed() % 2**64 if generator else overrides.seed() or 0
+        seed = _seed(dataloader_kwargs.get("generator")) if seed is None else seed
         self.dataset = dataset
         self.batch_size = _validate.whole("batch_size", batch_size, at_least=1)
         """The reference batch."""
@@ -112,17 +110,7 @@ class AdaptiveDataLoader:
             raise ValueError(f"drop_last (True) and tail ({tail!r}) contradict each other: say one")
         tail = tail or ("drop" if drop_last else "short")
         _validate.one_of("tail", tail, TAILS)
-        limit: LocalLimit | None = None
-        if max_local_bsz == "auto":
-            limit = LocalLimit(memory_budget, start=max(1, self.batch_size // 8))
-            max_local_bsz = None
-        elif memory_budget is not None:
-            raise ValueError(
-                f"memory_budget ({memory_budget}) is for max_local_bsz='auto', which is "
-                f"{max_local_bsz!r}"
-            )
-        if max_local_bsz is not None:
-            _validate.whole("max_local_bsz", max_local_bsz, at_least=1)
+        most, limit = _local_limit(max_local_bsz, memory_budget, self.batch_size)
         self.job = current_job()
         """The job that it belongs to: the one that was current when it was made."""
         order = DataOrder(seed, shuffle, tail, fingerprint)
@@ -132,22 +120,21 @@ class AdaptiveDataLoader:
         self._sizes = BatchSizes(
             _sizing_context(self.job),
             reference,
-            max_local_bsz,
+            most,
             limit,
             weighs=batch_weight is not None,
             capped=noise_cap,
         )
         plans = StepPlans(self.job, self._sizes, self.batch_size)
-        supply: IndexedSupply | StreamSupply
-        if stream is None:
-            assert self._batches is not None
-            supply = IndexedSupply(dataset, self._batches, plans, dataloader_kwargs)
+        self._supply: Supply
+        if self._batches is not None:
+            self._supply = IndexedSupply(dataset, self._batches, plans, dataloader_kwargs)
         else:
+            assert stream is not None
             engine = self.job.engine
-            supply = stream_supply(stream, order, reference, plans, engine, dataloader_kwargs)
-        self._supply: Supply = supply
-        self.job.iterations.fetchers.add(supply.fetcher)
-        self._passes = Passes(self.job, supply, plans, batch_weight)
+            self._supply = StreamSupply(stream, order, reference, plans, engine, dataloader_kwargs)
+        self.job.iterations.fetchers.add(self._supply.fetcher)
+        self._passes = Passes(self.job, self._supply, plans, batch_weight)
 
     def example(self) -> Any:
         """A batch of one sample, to build a model with, such as one of lazy modules.
@@ -353,6 +340,27 @@ class AdaptiveDataLoader:
                 replica=self.job.engine.membership.replica,
             )
         )
+
+
+def _seed(generator: torch.Generator | None) -> int:
+    """The seed of the order where the user has not set one."""
+    return generator.initial_seed() % 2**64 if generator else overrides.seed() or 0
+
+
+def _local_limit(
+    max_local_bsz: int | Literal["auto"] | None, memory_budget: int | None, batch_size: int
+) -> tuple[int | None, LocalLimit | None]:
+    """The largest micro-batch that the user has set, or else the limit that finds it out."""
+    if max_local_bsz == "auto":
+        return None, LocalLimit(memory_budget, start=max(1, batch_size // 8))
+    if memory_budget is not None:
+        raise ValueError(
+            f"memory_budget ({memory_budget}) is for max_local_bsz='auto', which is "
+            f"{max_local_bsz!r}"
+        )
+    if max_local_bsz is not None:
+        _validate.whole("max_local_bsz", max_local_bsz, at_least=1)
+    return max_local_bsz, None
 
 
 def _sizing_context(job: Job) -> SizingContext:

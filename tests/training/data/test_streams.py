@@ -1,15 +1,11 @@
 import itertools
-import json
 
 import pytest
-import torch
 
 import resilin
-from tests.replicas import gathered, num_replicas, replica
+from tests.replicas import gathered
 from tests.training.data.numbered import (
     Numbered,
-    NumberedSeekable,
-    NumberedStateful,
     numbers,
     plain,
 )
@@ -20,11 +16,10 @@ WORLDS = [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2, 3, 4)
 def cut(samples, sizes):
     """Batches of these sizes, the last one repeated, each sorted."""
     samples, batches = iter(samples), []
-    for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
-        batch = sorted(itertools.islice(samples, size))
-        if not batch:
-            return batches
+    sizes = itertools.chain(sizes, itertools.repeat(sizes[-1]))
+    while batch := sorted(itertools.islice(samples, next(sizes))):
         batches.append(batch)
+    return batches
 
 
 def steps_of(loader, num=None):

@@ -15,6 +15,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from resilin.core.shard_order import sample_key
+
 T = TypeVar("T")
 _SEED_OF_NUMPY = 2**32
 
@@ -22,8 +24,8 @@ _SEED_OF_NUMPY = 2**32
 class _Sample(threading.local):
     """The sample that this thread is fetching."""
 
-    key: int | None = None
-    """Its seed; None outside of a fetch."""
+    key: int | tuple[int, int] | None = None
+    """Its seed, or the seed of its shard and its number there; None outside of a fetch."""
     many: bool = False
     """Whether several samples are fetched at once, so that none is the current one."""
     torch: torch.Generator | None = None
@@ -49,6 +51,30 @@ def fetching(key: int, *, many: bool = False) -> Iterator[None]:
         _current.key, _current.many, _current.torch, _current.numpy = before
 
 
+class Reading:
+    """Surrounds the reading of samples from shards, one after another.
+
+    A seed is computed where it is asked for: most samples draw nothing.
+    """
+
+    def __enter__(self) -> Reading:
+        self._before = (_current.key, _current.many, _current.torch, _current.numpy)
+        _current.many = False
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _current.key, _current.many, _current.torch, _current.numpy = self._before
+
+    def begin(self, shard_key: int, index: int) -> None:
+        """The next sample is read.
+
+        Args:
+            shard_key: The seed of its shard, from `ShardOrder.key`.
+            index: Its number in the shard.
+        """
+        _current.key, _current.torch, _current.numpy = (shard_key, index), None, None
+
+
 def seed_globals(key: int) -> None:
     """Seeds the global generators of Python, numpy and torch (CPU), as for one sample.
 
@@ -67,7 +93,8 @@ def _key(name: str) -> int | None:
             "__getitems__(), where no sample is the current one: draw in __getitem__(), and leave "
             "__getitems__() out"
         )
-    return _current.key
+    key = _current.key
+    return sample_key(*key) if isinstance(key, tuple) else key
 
 
 def sample_generator(default: torch.Generator | None = None) -> torch.Generator:

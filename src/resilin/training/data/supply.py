@@ -10,7 +10,7 @@ from resilin.core.clock import Reference
 from resilin.core.membership import Membership
 from resilin.core.plan import BatchPlan
 from resilin.training.data.cursor import Cursor, Order
-from resilin.training.data.iteration import Iteration
+from resilin.training.data.iteration import Closable, Iteration
 
 
 class Plans(Protocol):
@@ -73,6 +73,11 @@ class Supply(Protocol):
     @property
     def batches(self) -> Batches | None:
         """The data by positions and epochs; None if nobody knows how many samples there are."""
+        ...
+
+    @property
+    def fetcher(self) -> Closable:
+        """Fetches samples ahead of the steps."""
         ...
 
     @property

@@ -58,6 +58,15 @@ def _planned(
     return BatchPlan(samples, replicas, max_local_bsz=fits)
 
 
+@lru_cache(maxsize=32)
+def _divided(plan: BatchPlan, shares: tuple[int, ...]) -> BatchPlan:
+    """A plan with other shares; the plan itself if they are its own."""
+    if all(plan.share(replica) == share for replica, share in enumerate(shares)):
+        return plan
+    samples, most = plan.global_batch_size, plan.max_local_bsz
+    return BatchPlan(samples, plan.replicas, max_local_bsz=most, shares=shares)
+
+
 def _check_tokens(clock: Clock, *, weighs: bool, told: float | None) -> None:
     """Refuse positions in tokens where the clock of the job has none.
 
@@ -358,9 +367,7 @@ class BatchSizes:
             bounded=samples == batch_size and self._replayed is None,
             fits=self.memory.limit if training else None,
         )
-        if shares is None:
-            return plan
-        return BatchPlan(samples, plan.replicas, max_local_bsz=plan.max_local_bsz, shares=shares)
+        return plan if shares is None else _divided(plan, shares)
 
     def begin_step(self, plan: BatchPlan, *, whole: bool) -> None:
         """A step begins; one that is not whole says little about how long steps take."""

@@ -138,6 +138,20 @@ def preserved() -> Iterator[None]:
         _put(before)
 
 
+class Moved:
+    """Whether a global generator of the CPU has been drawn from since this was made."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    @staticmethod
+    def _now() -> tuple[object, bytes, bytes]:
+        return random.getstate(), _raw_numpy_state(), torch.get_rng_state().numpy().tobytes()
+
+    def __bool__(self) -> bool:
+        return self._before != self._now()
+
+
 def remembered() -> Callable[[], None]:
     """A function that puts the global generators back to what they are now."""
     now = {name: state.clone() for name, state in _states().items()}

@@ -21,9 +21,17 @@ from torch.utils.data import DataLoader, default_collate
 from resilin.compat.torch_names import pin_batch
 from resilin.core.shard_order import ShardOrder
 from resilin.streams.protocol import Json, Stream
-from resilin.training.data.shard_cursor import Bookmark
-from resilin.training.data.shard_reading import Ask, Read, ShardDataset, ShardTicket, unpacked
+from resilin.training.data.shards.cursor import Bookmark
+from resilin.training.data.shards.reading import (
+    Ask,
+    Read,
+    ShardDataset,
+    ShardReader,
+    ShardTicket,
+    unpacked,
+)
 from resilin.training.data.tickets import TicketSampler, WorkerInit
+from resilin.training.state.randomness import preserved
 
 Pair = tuple[int, int]
 """A shard, and the number of a sample in it."""
@@ -48,6 +56,7 @@ class ShardFetcher:
         options = dict(dataloader_kwargs)
         self._collate = options.pop("collate_fn", None) or default_collate
         self._pins = bool(options.pop("pin_memory", False)) and torch.accelerator.is_available()
+        self._stream, self._order = stream, order
         self._dataset: ShardDataset | None = ShardDataset(stream, order)
         self._num_workers = int(options.get("num_workers", 0))
         self._loader: DataLoader[Read] | None = None
@@ -118,7 +127,8 @@ class ShardFetcher:
 
     def _next(self) -> Read:
         if self._batches is not None:
-            return next(self._batches)
+            read = next(self._batches)
+            return read._replace(samples=unpacked(read.samples))
         assert self._dataset is not None
         while not self._tickets[0].asks:
             self._tickets.popleft()
@@ -137,6 +147,23 @@ class ShardFetcher:
     def any(self) -> Pair | None:
         """A sample that is here, if there is one."""
         return next(iter(self._known.samples), None)
+
+    def example(self) -> Any:
+        """A batch of one sample, which is not used up; read here and now.
+
+        It is no part of what the script would fetch, so the global random generators are left as
+        they are.
+
+        Raises:
+            ValueError: No shard has a sample.
+        """
+        reader, seats = ShardReader(self._stream, self._order), self._order.begin(0).seats.tolist()
+        with preserved():
+            for shard in seats:
+                read = reader.read(ShardTicket(0, 0, [Ask(shard, [0], 0, None)]))
+                if read.samples:
+                    return self.batch(read.samples)
+        raise ValueError(f"the stream is empty: none of its {len(seats)} shards has a sample")
 
     def close(self) -> None:
         """Ends the workers, after what each of them is reading."""
@@ -206,7 +233,7 @@ class _Known:
         self.asked.difference_update(read.places)
         for shard, length in read.ends:
             self.asked = {p for p in self.asked if p[0] != shard or p[1] < length}
-        for pair, sample in zip(read.places, unpacked(read.samples), strict=True):
+        for pair, sample in zip(read.places, read.samples, strict=True):
             if pair[1] >= self.given:
                 self.samples[pair] = sample
         for shard, index, state in read.bookmarks:

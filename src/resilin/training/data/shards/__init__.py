@@ -1,0 +1,1 @@
+"""Shards of a stream: who reads which samples, and how replicas agree on their ends."""
