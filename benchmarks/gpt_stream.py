@@ -33,13 +33,13 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import finish, make_parser
+from resilin.streams.files import FileStream
+from resilin.streams.packing import Packed
+from resilin.streams.shuffled import Shuffled
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import resilin
-from resilin.streams.files import FileStream
-from resilin.streams.packing import Packed
-from resilin.streams.shuffled import Shuffled
 
 WORLDS = (1, 2, 3, 1, 4, 2)
 """Replicas of the lives of a disturbed run."""
@@ -244,7 +244,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def log_of(folder: Path) -> str:
-    return f"{folder.name}: the run has not come to its end\n" + (folder / "log").read_text()[-4000:]
+    return (
+        f"{folder.name}: the run has not come to its end\n" + (folder / "log").read_text()[-4000:]
+    )
 
 
 def distance(one: Run, other: Run) -> float:

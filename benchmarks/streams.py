@@ -1,4 +1,4 @@
-"""Streams: samples per second, size of the state, time to resume, and the order against a plain one.
+"""Streams: samples per second, size of the state, time to resume, and the order itself.
 
     python benchmarks/streams.py [--quick] [--check]
 
@@ -292,7 +292,9 @@ def history_differs(dice: random.Random) -> bool:
     """Whether a random history uses other samples than the simulation, or in another order."""
     num_shards = dice.choice((1, 2, 3, dice.randint(4, 24)))
     longest = dice.choice((1, 3, 20))
-    true = np.array([dice.choice((0, longest, dice.randint(0, longest))) for _ in range(num_shards)])
+    true = np.array(
+        [dice.choice((0, longest, dice.randint(0, longest))) for _ in range(num_shards)]
+    )
     order = ShardOrder(num_shards, seed=dice.randrange(99), shuffle=dice.random() < 0.5)
     epoch = dice.randrange(4)
     expected = plain_order(order.begin(epoch).seats.tolist(), true.tolist())
@@ -389,9 +391,7 @@ def main() -> None:
         "resume_1e9_index_s": 5.0,
         **speed.limits,
     }
-    finish(
-        "streams", figures | speed.figures, limits, check=args.check, undecided=speed.undecided
-    )
+    finish("streams", figures | speed.figures, limits, check=args.check, undecided=speed.undecided)
 
 
 if __name__ == "__main__":

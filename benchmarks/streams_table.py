@@ -358,14 +358,18 @@ def wrong(figures: dict[str, Any]) -> int:
     )
 
 
+def lacks(package: str) -> str:
+    """Why a package cannot be used; empty if it can."""
+    try:
+        importlib.import_module(package)
+    except (ImportError, RuntimeError) as error:
+        return f"not installed: {error}"[:120]
+    return ""
+
+
 def main() -> None:
     args = parse_args(__doc__ or "")
-    missing: dict[str, str] = {}
-    for name, (package, _) in LOADERS.items():
-        try:
-            importlib.import_module(package)
-        except (ImportError, RuntimeError) as error:
-            missing[name] = f"not installed: {error}"[:120]
+    missing = {name: why for name, (package, _) in LOADERS.items() if (why := lacks(package))}
     table: dict[str, Any] = {}
     folder = Path(tempfile.mkdtemp(prefix="streams-table-"))
     try:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-import resilin
 from resilin.streams.files import FileStream
 from resilin.streams.packing import Packed
 from resilin.streams.shuffled import Shuffled
+from torch import nn
+
+import resilin
 
 LENGTH, WIDTH, EPOCHS = 64, 64, 2
 

@@ -21,6 +21,20 @@ HOOKS = (
     "evaluated",
     "trained",
 )
+PLACES = (
+    "training/data/shards/",
+    "training/data/shards/cursor.py",
+    "training/data/shards/fetching.py",
+    "training/data/shards/supply.py",
+    "training/data/shards/reading.py",
+    "training/data/shards/news.py",
+    "training/passes.py",
+    "training/state/memory.py",
+    "training/state/recovery.py",
+    "training/",
+    "core/",
+)
+"""Files of resilin in which a replica may be killed; see `tests.fuzz.program.PLACES`."""
 
 
 def options(dice: random.Random) -> dict[str, Any]:
@@ -31,10 +45,12 @@ def options(dice: random.Random) -> dict[str, Any]:
     lengths[dice.randrange(num_shards)] = dice.randint(9, 20)
     chosen: dict[str, Any] = {
         "lengths": lengths,
-        "how": dice.choice(("read", "skip", "state")),
+        "how": dice.choice(("read", "skip", "state", "state")),
         "batch_size": dice.randint(2, 8),
         "epochs": dice.randint(1, 3),
     }
+    if chosen["how"] == "state":
+        chosen["bookmark_every"] = dice.choice((1, 2, 5))
     if dice.random() < 0.5:
         chosen["workers"] = dice.choice((1, 2, 2))
     if dice.random() < 0.4:

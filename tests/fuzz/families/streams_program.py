@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import resilin
+from resilin.training.data.shards import news, reading
 from tests.fuzz import parts
 from tests.fuzz.hooks import kill_point, save
 from tests.fuzz.program import Program
@@ -62,19 +63,18 @@ class StatefulShard(Shard):
         self._move_to(state["next"])
 
 
+KINDS = {"read": Shard, "skip": SkippingShard, "state": StatefulShard}
+
+
 class Shards:
     """Samples of a dataset as a stream."""
-
-    KINDS = {"read": Shard, "skip": SkippingShard, "state": StatefulShard}
 
     def __init__(self, data: Any, lengths: list[int], how: str) -> None:
         self.num_shards = len(lengths)
         self.fingerprint = f"{lengths}"
-        self._data, self._kind = data, self.KINDS[how]
+        self._data, self._kind = data, KINDS[how]
         ends = torch.tensor(lengths).cumsum(0).tolist()
-        self._numbers = [
-            range(end - num, end) for end, num in zip(ends, lengths, strict=True)
-        ]
+        self._numbers = [range(end - num, end) for end, num in zip(ends, lengths, strict=True)]
 
     def open(self, shard: int, num_shards: int, epoch: int) -> Iterator[Sample]:
         return self._kind(self._data, self._numbers[shard], epoch)
@@ -93,6 +93,8 @@ def main(options: dict[str, Any]) -> None:
         optimizer=options.get("optimizer", "momentum"),
         weights="batch_weight" if options.get("weights") else "samples",
     )
+    # Programs are too short for places that are saved, and told, as rarely as in real ones.
+    reading.BOOKMARK_EVERY = news._MARKS_EVERY = options.get("bookmark_every", 4)
     resilin.init_process_group()
     kill_point("setup")
     loader = resilin.AdaptiveDataLoader(
@@ -143,9 +145,7 @@ def main(options: dict[str, Any]) -> None:
             history.append(_evaluate(model, evaluated))
     kill_point("trained")
     clock = model.clock
-    save(
-        parts.final_state(net, optimizer, None, None, None, history, clock.steps, clock.samples)
-    )
+    save(parts.final_state(net, optimizer, None, None, None, history, clock.steps, clock.samples))
 
 
 def _test_loader(p: Program, options: dict[str, Any]) -> Any:
