@@ -42,7 +42,26 @@ class ShardCursor(Cursor):
         """Lengths of the shards, as far as replicas have met their ends in this pass."""
         self.bookmarks: dict[int, Bookmark] = {}
         """The latest saved place of each shard that has any, in this pass."""
+        self.renews = False
+        """Whether the next pass begins if nothing is left of this one.
+
+        A loop may leave a pass just behind its last sample, which it does not know to be the last:
+        the next loop is not to be empty. A job that is resumed there ends its pass instead.
+        """
+        self._opened_in: int | None = None
+        self._opened_here = False
         self._turns: dict[int, Turn] = {}
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no step of this pass was committed."""
+        return self.position == self._start
+
+    def open(self, epoch: int) -> None:
+        """An iteration over the loader begins, in this epoch of the loop."""
+        if not self.is_unused and (self._opened_here or self._opened_in != epoch):
+            self.renews = True
+        self._opened_in, self._opened_here = epoch, True
 
     def turn(self, position: int) -> Turn:
         """The place in the order of this pass that has this position."""
@@ -97,7 +116,7 @@ class ShardCursor(Cursor):
     def end_pass(self) -> None:
         """Moves to the beginning of the next pass."""
         self.number += 1
-        self._start = self.position
+        self._start, self.renews = self.position, False
         self._forget()
 
     def _forget(self) -> None:
@@ -111,6 +130,7 @@ class ShardCursor(Cursor):
         seated = set(turn.seats.tolist()) if self.bookmarks else set()
         bookmarks = [[s, *mark] for s, mark in sorted(self.bookmarks.items()) if s in seated]
         state.update(number=self.number, start=self._start, bookmarks=bookmarks)
+        state.update(opened_in=self._opened_in, renews=self.renews)
         state["lengths"] = pack_lengths(self.lengths)
         return state
 
@@ -128,6 +148,8 @@ class ShardCursor(Cursor):
             state = {**state, **{name: own[name] for name in ("seed", "shuffle")}}
         super().resume(state)
         self.number, self._start = int(state["number"]), int(state["start"])
+        self._opened_in, self.renews = state["opened_in"], bool(state["renews"])
+        self._opened_here = False
         self._forget()
         self.lengths = unpack_lengths(state["lengths"], self.stream.num_shards)
         self.mark((int(shard), int(index), saved) for shard, index, saved in state["bookmarks"])

@@ -8,6 +8,7 @@ again. What replicas know never changes the order, only who finds out when.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from resilin.training.data.shards.fetching import Pair, ShardFetcher
 from resilin.training.data.shards.news import News
 from resilin.training.data.shards.share import StreamShare
 from resilin.training.data.supply import Place, Plans
+
+logger = logging.getLogger("resilin")
 
 
 class StreamSupply:
@@ -79,7 +82,11 @@ class StreamSupply:
 
     def open(self, cursor: Cursor, membership: Membership, epoch: int, *, moves: bool) -> Place:
         """Begins a pass; see `Supply`."""
-        return Place(cursor.position if moves else 0, None)
+        if not moves:
+            return Place(0, None)
+        assert isinstance(cursor, ShardCursor)
+        cursor.open(epoch)
+        return Place(cursor.position, None)
 
     def span(self, current: Iteration, batch_size: int) -> range | None:
         """The positions of the next step of a pass; see `Supply`. Collective if it moves."""
@@ -100,8 +107,19 @@ class StreamSupply:
                 self._ahead = None
         if new is None:
             return None
-        if self._drops and len(taken) < batch_size:
-            return range(current.position, current.position)
+        if len(taken) < (batch_size if self._drops else 1):
+            if not cursor.renews:
+                if self._drops and cursor.is_unused:
+                    logger.warning(
+                        "a pass over %r has no step: its %d samples are fewer than batch_size (%d),"
+                        " and the remainder is dropped",
+                        *(self.order.fingerprint, len(taken), batch_size),
+                    )
+                return range(current.position, current.position)
+            self._ahead = None
+            cursor.end_pass()
+            return self.span(current, batch_size)
+        cursor.renews = False
         cursor.note(current.position + len(taken), after)
         shares = taken.shares(members.num_replicas)
         self._share = StreamShare(members.replica, shares, mine, self.fetcher)
@@ -119,6 +137,8 @@ class StreamSupply:
         if not current.moves:
             return self._evaluation(current).is_over()
         cursor = _cursor(current)
+        if cursor.renews:
+            return False  # the next step is that of another pass, if this one has none
         turn = cursor.turn(position)
         if turn.is_end(cursor.lengths):
             return True
