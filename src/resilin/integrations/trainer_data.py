@@ -11,7 +11,7 @@ import torch
 
 from resilin.compat import transformers_names
 from resilin.telemetry.extras import load
-from resilin.training.bridge.home import Home
+from resilin.training.bridge.home import Home, refuse_stream
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.sizing.batch_size import BatchSize
 
@@ -99,6 +99,7 @@ class ElasticData(_Hooks):  # type: ignore[misc]
             multiprocessing_context=stock.multiprocessing_context,
             worker_init_fn=stock.worker_init_fn,
         )
+        refuse_stream(loader, "the Trainer")
         if self._sizing is not None:
             self._sizing(loader)
         self._elastic = (Home(), loader)

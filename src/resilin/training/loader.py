@@ -167,6 +167,11 @@ class AdaptiveDataLoader:
             )
         yield from self._passes.run(self)
 
+    @property
+    def has_index(self) -> bool:
+        """Whether its data have an index, and a length; a stream has neither."""
+        return self._batches is not None
+
     def reference_run(self) -> Reference:
         """The run that the learning rate was tuned for: its batch, and its steps per epoch."""
         return self._supply.reference

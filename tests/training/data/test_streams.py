@@ -1,5 +1,6 @@
 import itertools
 import json
+import logging
 import multiprocessing
 import random
 
@@ -231,7 +232,8 @@ def test_an_example_uses_nothing_up():
         resilin.AdaptiveDataLoader(Numbered((0, 0))).example()
 
 
-def test_resuming_costs_what_the_source_costs():
+def test_resuming_costs_what_the_source_costs_and_it_is_told(caplog):
+    caplog.set_level(logging.INFO, logger="resilin")
     samples = 3000
     for kind, expected in ((NumberedStateful, "load"), (NumberedSeekable, "skip")):
         loader = resilin.AdaptiveDataLoader(kind((samples,) * 2), batch_size=40)
@@ -246,6 +248,8 @@ def test_resuming_costs_what_the_source_costs():
         # At most what was read since the last exchange of saved places.
         assert len(stream.log) <= 40 + 2 * (256 + 32 * 20)
         resilin.reset_job()
+    assert "2 open shards continue from their saved states, and 992 samples" in caplog.text
+    assert "2 open shards skip what was used, and 0 samples are read again" in caplog.text
 
 
 def test_what_a_stream_cannot_honour_says_why():

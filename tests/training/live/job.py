@@ -87,6 +87,22 @@ class Net(nn.Module):
         return super().load_state_dict(*args, **kwargs)
 
 
+class Shards:
+    """A dataset as a stream of shards of unequal lengths, some of which are empty."""
+
+    num_shards = 7
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._dataset = dataset
+        self.fingerprint = f"shards of {len(dataset)}"
+
+    def open(self, shard: int, num_shards: int, epoch: int):
+        # Shard 5 has half of the samples, shard 0 has none.
+        for index in range(len(self._dataset)):
+            if (5 if index % 2 else 1 + index // 2 % 6) == shard:
+                yield self._dataset[index]
+
+
 def shard(net: Net) -> None:
     """Shards the model over all processes, or each copy of it over two."""
     world = dist.get_world_size()
@@ -158,8 +174,9 @@ def main() -> None:
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if "scaler" in FEATURES else None
     model = resilin.AdaptiveDataParallel(net, optimizer, scheduler, scaler=scaler)
+    as_data = Shards if "stream" in FEATURES else lambda dataset: dataset
     loader = resilin.AdaptiveDataLoader(
-        TensorDataset(x, y, torch.arange(N)),
+        as_data(TensorDataset(x, y, torch.arange(N))),
         batch_size=BATCH,
         shuffle=True,
         drop_last=True,
@@ -170,7 +187,8 @@ def main() -> None:
     if not FEATURES & {"fsdp", "hsdp"}:
         hook = lambda grad: die("backward", step=current_job().clock.steps)  # noqa: E731
         net.net[0].weight.register_hook(hook)
-    held = resilin.AdaptiveDataLoader(TensorDataset(x[:50], y[:50], torch.arange(50)), 10)
+    held_out = TensorDataset(x[:50], y[:50], torch.arange(50))
+    held = resilin.AdaptiveDataLoader(as_data(held_out), 10)
     sums, cleared, counted = [], [], resilin.Accumulator()
     if "asks_first" in FEATURES:
         with counted.synchronized():
@@ -195,8 +213,8 @@ def main() -> None:
                 scaler.update()
             optimizer.zero_grad()
             die("after_step", step=step)
-            stats["samples"] += len(inputs)
-            counted["samples"] += len(inputs)
+            stats["samples"] += loader.current_samples
+            counted["samples"] += loader.current_samples
             if step in SETTINGS.get("wait_at", ()):
                 await_change()
         die("end_of_epoch", epoch=epoch)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from resilin.training.bridge.home import refuse_stream
 from resilin.training.loader import AdaptiveDataLoader
 
 
@@ -111,6 +112,7 @@ def make_loader(
                 f"{name} must be None: a {type(x).__name__} brings it with its samples"
             )
     if isinstance(x, AdaptiveDataLoader):
+        refuse_stream(x, "Keras")
         return x
     if isinstance(x, DataLoader):
         raise ValueError(

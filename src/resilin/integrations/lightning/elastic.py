@@ -24,6 +24,7 @@ from resilin.integrations.lightning.refusals import (
 )
 from resilin.integrations.lightning.resume import Fit
 from resilin.integrations.lightning.steps import InSteps, Steps
+from resilin.training.bridge.home import refuse_stream
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
 
@@ -187,6 +188,7 @@ class ElasticLoop(InSteps, ParallelStrategy):
                 f"the train dataloader is a {type(dataloader).__qualname__} and must be a "
                 "resilin.AdaptiveDataLoader, whose batch_size is the global one"
             )
+        refuse_stream(dataloader, "Lightning's Trainer")
         if self.steps is not None and self.steps.loader is not dataloader:
             raise ValueError("there are 2 train dataloaders, and resilin trains with 1")
         self.steps = Steps(dataloader, trainer)

@@ -17,6 +17,7 @@ from resilin.engine.live.refusal import refuse_live
 from resilin.training.gradient.sharding import is_sharded
 from resilin.training.job import Job, current_job
 from resilin.training.lifecycle import end_training
+from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.records import MicroBatch, StepSizes
 from resilin.training.state.registry import Registry
 
@@ -54,6 +55,24 @@ def refuse_sharded(model: nn.Module, instead: str) -> None:
         raise ValueError(
             f"{len(found)} parameters are sharded ({found[0]} is a DTensor), which this framework "
             f"does not know of: {instead}"
+        )
+
+
+def refuse_stream(loader: AdaptiveDataLoader, framework: str) -> None:
+    """Refuse data without an index, where a framework counts the steps of an epoch beforehand.
+
+    Args:
+        loader: The loader.
+        framework: Name of the framework.
+
+    Raises:
+        ValueError: The loader has no length.
+    """
+    if not loader.has_index:
+        raise ValueError(
+            f"{framework} counts the steps of an epoch beforehand, and nobody knows how many "
+            f"samples the stream {type(loader.dataset).__qualname__} has: take data with "
+            "__len__ and __getitem__, or a loop of your own"
         )
 
 

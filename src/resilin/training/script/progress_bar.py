@@ -60,22 +60,28 @@ class _Pass:
         """Show the current position of the loop."""
         job, loader = self._job, self._loader
         replicas = job.engine.membership.num_replicas
+        whole = float(len(loader)) if loader.has_index else None
         if not self._trains:
-            display.total_steps = float(len(loader))
+            display.total_steps = whole
             steps = self._seen * replicas / loader.batch_size
-            display.update(progress=min(steps, display.total_steps), replicas=replicas)
+            shown = steps if whole is None else min(steps, whole)
+            display.update(progress=shown, replicas=replicas)
             return
         assert job.trained is not None
         clock = job.clock
         steps = clock.progress if job.trained.rule.clock == "progress" else clock.sample_steps
         # The loader sets the reference of the job with the first step.
         known = None if job.timeline.reference is None else job.timeline.reference.steps_per_epoch
-        per_epoch = known or len(loader)
-        if job.timeline.total_epochs is None:
+        per_epoch = known or whole
+        if per_epoch is None:
+            display.total_steps = None
+        elif job.timeline.total_epochs is None:
             if self._base is None:
                 self._base = math.floor(steps / per_epoch + 1e-6) * per_epoch
             steps -= self._base
-        display.total_steps = per_epoch * (job.timeline.total_epochs or 1)
+            display.total_steps = per_epoch
+        else:
+            display.total_steps = per_epoch * job.timeline.total_epochs
         display.update(
             progress=steps,
             epoch=""

@@ -16,7 +16,7 @@ from resilin.core.clock import Reference
 from resilin.core.membership import Membership
 from resilin.core.shard_order import Lengths, ShardOrder, Turn
 from resilin.engine.base import Engine
-from resilin.streams.protocol import Stream
+from resilin.streams.protocol import Seekable, Stateful, Stream
 from resilin.training.data.cursor import Cursor
 from resilin.training.data.iteration import Iteration
 from resilin.training.data.order import DataOrder
@@ -70,6 +70,7 @@ class StreamSupply:
         self._ahead: tuple[Turn, Lengths, Membership] | None = None
         self._evaluations: dict[int, Evaluation] = {}
         self._share: StreamShare | None = None
+        self._told = 0
 
     def new_cursor(self, name: str) -> Cursor:
         """A cursor at the beginning of the data."""
@@ -79,6 +80,29 @@ class StreamSupply:
         """Takes up that members, or the cursor, have changed."""
         self._news.begin()
         self._ahead = None
+        assert isinstance(cursor, ShardCursor)
+        if cursor.num_loads != self._told:
+            self._told = cursor.num_loads
+            self._tell_cost(cursor)
+
+    def _tell_cost(self, cursor: ShardCursor) -> None:
+        """Tells what it costs to come back to where a saved pass was, before it is paid."""
+        turn = cursor.turn(cursor.position)
+        if not turn.round or not len(turn.seats):
+            return
+        shard = self._stream.open(int(turn.seats[0]), self.order.num_shards, cursor.number)
+        if isinstance(shard, Stateful):
+            marks = [cursor.bookmarks.get(each, (0, None))[0] for each in turn.seats.tolist()]
+            num, how = sum(turn.round - mark for mark in marks), "continue from their saved states"
+        elif isinstance(shard, Seekable):
+            num, how = 0, "skip what was used"
+        else:
+            num, how = turn.round * len(turn.seats), "have neither a state nor skip()"
+        logger.info(
+            "the pass over %r goes on at sample %d: its %d open shards %s, and %d samples are read "
+            "again, over all replicas",
+            *(self.order.fingerprint, turn.position, len(turn.seats), how, num),
+        )
 
     def open(self, cursor: Cursor, membership: Membership, epoch: int, *, moves: bool) -> Place:
         """Begins a pass; see `Supply`."""

@@ -127,4 +127,10 @@ class Fork:
                 f"({', '.join(sorted(cursors)) or 'none'}): a later place in the data is known "
                 "with one alone"
             )
-        return next(iter(cursors.items()))
+        name, cursor = next(iter(cursors.items()))
+        if "num_samples" not in cursor:
+            raise ValueError(
+                f"{self.commit.path} has the position of a stream ({name}): a later place in it is "
+                "known only when it was read, so no samples can be skipped"
+            )
+        return name, cursor
