@@ -36,6 +36,7 @@ from harness import finish, make_parser
 from resilin.streams.files import FileStream
 from resilin.streams.packing import Packed
 from resilin.streams.shuffled import Shuffled
+from resilin.training.data.shards import news, reading
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -126,6 +127,8 @@ def snap(tensor: Tensor, unit: float) -> Tensor:
 
 def job(folder: Path, steps: int, *, exact: bool) -> None:
     """Trains for so many steps, as often as it is started; writes the final state down."""
+    # Lives are too short for places that are saved, and told, as rarely as in real jobs.
+    reading.BOOKMARK_EVERY, news._MARKS_EVERY = 4, 3
     torch.manual_seed(0)
     torch.set_num_threads(1)
     resilin.init_process_group()
