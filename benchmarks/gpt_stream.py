@@ -33,14 +33,12 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import finish, make_parser
-from resilin.streams.files import FileStream
-from resilin.streams.packing import Packed
-from resilin.streams.shuffled import Shuffled
-from resilin.training.data.shards import news, reading
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import resilin
+from resilin.streams import FileStream, Packed, Shuffled
+from resilin.training.data.shards import news, reading
 
 WORLDS = (1, 2, 3, 1, 4, 2)
 """Replicas of the lives of a disturbed run."""

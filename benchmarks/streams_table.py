@@ -11,13 +11,13 @@ finished on 4, 2, 3 and 5 ranks. Each loader is saved and resumed as its own doc
   its rank, likewise;
 - `webdataset`: `split_by_node`, and each rank passes over its part of the samples that were used;
 - `litdata`: a `StreamingDataLoader`, and the state of the first rank for all;
-- `mosaic`: a `StreamingDataLoader`, likewise;
-- `resilin`: an `AdaptiveDataLoader` over the files that `datasets` and `torchdata` read.
+- `mosaic`: a `StreamingDataLoader`, likewise.
 
-Ranks are processes of their own. Prints, for each loader and number of ranks, how many samples of
-the epoch were used once more than they should be, and how many never; or why it cannot be resumed.
-A package that cannot be imported is named as such: litdata and Mosaic need other versions of NumPy
-than this project, so they want an environment of their own.
+Beside each of them, an `AdaptiveDataLoader` does the same over the same source, and all its ranks
+load the state that one of them saved. Ranks are processes of their own. Prints, for each loader and
+number of ranks, how many samples of the epoch were used once more than they should be, and how many
+never; or why it cannot be resumed. A package that cannot be imported is named as such: litdata and
+Mosaic need other versions of NumPy than this project, so they want an environment of their own.
 """
 
 from __future__ import annotations
@@ -82,16 +82,20 @@ Loader = Callable[[Rank], tuple[list[int], Any]]
 # Loaders ---------------------------------------------------------------------------------------
 
 
-def hugging_face(rank: Rank) -> tuple[list[int], Any]:
+def _hugging_face(rank: Rank) -> Any:
     from datasets import load_dataset
-    from datasets.distributed import split_dataset_by_node
 
     files = [str(path) for path in sorted((rank.data / "jsonl").iterdir())]
     cache = rank.data / f"cache-{rank.world}-{rank.rank}"
-    whole = load_dataset(
+    return load_dataset(
         "json", data_files=files, split="train", streaming=True, cache_dir=str(cache)
     )
-    dataset = split_dataset_by_node(whole, rank=rank.rank, world_size=rank.world)
+
+
+def hugging_face(rank: Rank) -> tuple[list[int], Any]:
+    from datasets.distributed import split_dataset_by_node
+
+    dataset = split_dataset_by_node(_hugging_face(rank), rank=rank.rank, world_size=rank.world)
     if rank.is_first_job:
         used = [row["id"] for row in itertools.islice(dataset, STEPS * rank.batch)]
         return used, dataset.state_dict()
@@ -148,26 +152,36 @@ def web_dataset(rank: Rank) -> tuple[list[int], Any]:
     return [json.loads(row["json"])["id"] for row in part], None
 
 
+def _lit_data(rank: Rank) -> Any:
+    import litdata
+
+    return litdata.StreamingDataset(str(rank.data / "litdata"), shuffle=False, drop_last=False)
+
+
 def lit_data(rank: Rank) -> tuple[list[int], Any]:
     import litdata
 
-    dataset = litdata.StreamingDataset(str(rank.data / "litdata"), shuffle=False, drop_last=False)
-    loader = litdata.StreamingDataLoader(dataset, batch_size=rank.batch)
+    loader = litdata.StreamingDataLoader(_lit_data(rank), batch_size=rank.batch)
     if rank.is_first_job:
         used = [i for batch in itertools.islice(loader, STEPS) for i in batch["id"].tolist()]
         return used, loader.state_dict()
     assert rank.states is not None
     loader.load_state_dict(rank.states[0])
     return [i for batch in loader for i in batch["id"].tolist()], None
+
+
+def _mosaic(rank: Rank) -> Any:
+    from streaming import StreamingDataset
+
+    return StreamingDataset(local=str(rank.data / "mds"), batch_size=rank.batch, shuffle=False)
 
 
 def mosaic(rank: Rank) -> tuple[list[int], Any]:
     import torch.distributed as dist
-    from streaming import StreamingDataLoader, StreamingDataset
+    from streaming import StreamingDataLoader
 
     dist.init_process_group("gloo")
-    dataset = StreamingDataset(local=str(rank.data / "mds"), batch_size=rank.batch, shuffle=False)
-    loader = StreamingDataLoader(dataset, batch_size=rank.batch)
+    loader = StreamingDataLoader(_mosaic(rank), batch_size=rank.batch)
     if rank.is_first_job:
         used = [i for batch in itertools.islice(loader, STEPS) for i in batch["id"].tolist()]
         return used, loader.state_dict()
@@ -176,47 +190,79 @@ def mosaic(rank: Rank) -> tuple[list[int], Any]:
     return [i for batch in loader for i in batch["id"].tolist()], None
 
 
-class Lines:
-    """The same files as a stream of resilin: a shard is every so many of them."""
-
-    num_shards = NUM_FILES
-    fingerprint = "lines"
-
-    def __init__(self, folder: Path) -> None:
-        self.files = sorted((folder / "jsonl").iterdir())
-
-    def open(self, shard: int, num_shards: int, epoch: int) -> Iterator[int]:
-        for file in self.files[shard::num_shards]:
-            for line in file.read_text().splitlines():
-                yield json.loads(line)["id"]
+# The same sources under resilin ------------------------------------------------------------------
 
 
-def resilin_loader(rank: Rank) -> tuple[list[int], Any]:
+def adaptive(rank: Rank, source: Any, ids: Callable[[Any], Any]) -> tuple[list[int], Any]:
+    """The loader of resilin over a source.
+
+    Args:
+        rank: The rank.
+        source: The data.
+        ids: Returns the numbers of the samples of a batch.
+    """
     import resilin
 
-    resilin.init_process_group()
-    loader = resilin.AdaptiveDataLoader(Lines(rank.data), batch_size=BATCH)
+    loader = resilin.AdaptiveDataLoader(source, batch_size=BATCH)
     if rank.states is not None:
         loader.load_state_dict(rank.states[0])
     used: list[int] = []
     for step, batch in enumerate(loader, 1):
         if loader.current_samples:
-            used += batch.tolist()
+            used += map(int, ids(batch))
         loader.commit()
         if rank.is_first_job and step == STEPS:
             break
     return used, loader.state_dict()
 
 
-LOADERS: dict[str, tuple[str, Loader]] = {
-    "datasets": ("datasets", hugging_face),
-    "torchdata": ("torchdata.stateful_dataloader", stateful_dataloader),
-    "webdataset": ("webdataset", web_dataset),
-    "litdata": ("litdata", lit_data),
-    "mosaic": ("streaming", mosaic),
-    "resilin": ("resilin", resilin_loader),
+def _joined() -> Any:
+    """Joins the job; `resilin.streams`."""
+    import resilin
+    from resilin import streams
+
+    resilin.init_process_group()
+    return streams
+
+
+def over_hugging_face(rank: Rank) -> tuple[list[int], Any]:
+    _joined()
+    return adaptive(rank, _hugging_face(rank), lambda batch: batch["id"])
+
+
+def over_stateful(rank: Rank) -> tuple[list[int], Any]:
+    def shard(number: int, num_shards: int, epoch: int) -> Dealt:
+        return Dealt(Rank(number, num_shards, rank.data, None))
+
+    source = _joined().StatefulShards(shard, NUM_FILES, "dealt")
+    return adaptive(rank, source, lambda batch: batch)
+
+
+def over_tar(rank: Rank) -> tuple[list[int], Any]:
+    streams = _joined()
+    files = sorted((rank.data / "tar").iterdir())
+    source = streams.FileStream(files, streams.tar_samples, num_shards=NUM_FILES)
+    return adaptive(rank, source, lambda batch: [json.loads(text)["id"] for text in batch["json"]])
+
+
+def over_lit_data(rank: Rank) -> tuple[list[int], Any]:
+    source = _joined().Indexed(_lit_data(rank), NUM_SAMPLES)
+    return adaptive(rank, source, lambda batch: batch["id"])
+
+
+def over_mosaic(rank: Rank) -> tuple[list[int], Any]:
+    source = _joined().Indexed(_mosaic(rank), NUM_SAMPLES)
+    return adaptive(rank, source, lambda batch: batch["id"])
+
+
+LOADERS: dict[str, tuple[str, Loader, Loader]] = {
+    "datasets": ("datasets", hugging_face, over_hugging_face),
+    "torchdata": ("torchdata.stateful_dataloader", stateful_dataloader, over_stateful),
+    "webdataset": ("webdataset", web_dataset, over_tar),
+    "litdata": ("litdata", lit_data, over_lit_data),
+    "mosaic": ("streaming", mosaic, over_mosaic),
 }
-"""By name: the package that it needs, and the loader."""
+"""By name: the package that it needs, its own loader, and that of resilin over the same source."""
 
 
 # Data ------------------------------------------------------------------------------------------
@@ -369,18 +415,20 @@ def lacks(package: str) -> str:
 
 def main() -> None:
     args = parse_args(__doc__ or "")
-    missing = {name: why for name, (package, _) in LOADERS.items() if (why := lacks(package))}
-    table: dict[str, Any] = {}
+    missing = {name: why for name, (package, *_) in LOADERS.items() if (why := lacks(package))}
+    table: dict[str, Any] = dict(missing)
     folder = Path(tempfile.mkdtemp(prefix="streams-table-"))
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             make_data(folder, set(LOADERS) - set(missing))
-        for name, (_, loader) in LOADERS.items():
-            table[name] = missing[name] if name in missing else row(loader, folder)
+        for name, (_, stock, ours) in LOADERS.items():
+            if name not in missing:
+                table[name] = {"own": row(stock, folder), "resilin": row(ours, folder)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    figures = {"table": table, "resilin_wrong": wrong(table["resilin"])}
-    finish("streams_table", figures, {"resilin_wrong": 0}, check=args.check)
+    num_wrong = sum(wrong(rows["resilin"]) for name, rows in table.items() if name not in missing)
+    figures = {"table": table, "resilin_wrong": num_wrong, "no_source": int(missing == table)}
+    finish("streams_table", figures, {"resilin_wrong": 0, "no_source": 0}, check=args.check)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from resilin.streams.files import FileStream
-from resilin.streams.packing import Packed
-from resilin.streams.shuffled import Shuffled
 from torch import nn
 
 import resilin
+from resilin.streams import FileStream, Packed, Shuffled
 
 LENGTH, WIDTH, EPOCHS = 64, 64, 2
 
