@@ -18,6 +18,7 @@ from torch import nn
 import resilin
 from resilin.compat import (
     accelerate_names,
+    hf_datasets,
     keras_names,
     lightning_names,
     python_names,
@@ -40,6 +41,7 @@ PACKAGES = [
     lightning_names.LIGHTNING,
     lightning_names.TORCHMETRICS,
     keras_names.KERAS,
+    hf_datasets.DATASETS,
 ]
 NAMES = [name for package in PACKAGES for name in package.names]
 assert torch_fsdp.TORCH in PACKAGES

@@ -273,7 +273,7 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: resilin.AdaptiveDataLoader(Stream()), "neither an index"),
+        (lambda: resilin.AdaptiveDataLoader(Stream()), "can be read in order only"),
         (lambda: resilin.AdaptiveDataLoader([1], sampler=[0]), "sampler cannot be honoured"),
         (lambda: resilin.AdaptiveDataLoader([1], batch_sampler=[[0]]), "batch_sampler cannot"),
         (lambda: resilin.AdaptiveDataLoader([1], batch_size=0), r"batch_size \(0\)"),

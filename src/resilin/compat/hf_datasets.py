@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from copy import copy
 from typing import Any
 
 from resilin.compat.names import Package
@@ -151,29 +150,6 @@ def _is_inexact_map(step: Any) -> bool:
     return function is not None and (
         inspect.iscoroutinefunction(function) or (formatting is not None and formatting.is_table)
     )
-
-
-def is_table_format(dataset: Any) -> bool:
-    """Whether samples of a dataset are tables of one row."""
-    formatting = _FORMAT.of(dataset)
-    return formatting is not None and bool(formatting.is_table)
-
-
-def separate(dataset: Any) -> None:
-    """Gives a dataset steps of its own: their state is not shared with another dataset.
-
-    `shard` makes new ones for most steps, and leaves some as they are.
-    """
-    _STEPS.set(dataset, _own_steps(_STEPS.of(dataset)))
-
-
-def _own_steps(step: Any) -> Any:
-    made = copy(step)
-    if hasattr(step, "ex_iterable"):
-        made.ex_iterable = _own_steps(step.ex_iterable)
-    elif hasattr(step, "ex_iterables"):
-        made.ex_iterables = [_own_steps(each) for each in step.ex_iterables]
-    return made
 
 
 def samples(dataset: Any) -> Iterator[Any]:

@@ -86,14 +86,20 @@ class Turn:
         pieces: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
 
         def emit(turn: Turn, count: int) -> None:
-            offsets = np.arange(turn.seat, turn.seat + count, dtype=np.int64)
-            rounds, seats = np.divmod(offsets, len(turn.seats))
+            seats = np.arange(turn.seat, turn.seat + count, dtype=np.int64)
+            if turn.seat + count <= len(turn.seats):
+                # A copy: a later end in the same walk changes the seats.
+                shards = turn.seats[turn.seat : turn.seat + count].copy()
+                indices = np.full(count, turn.round, dtype=np.int64)
+            else:
+                rounds, seats = np.divmod(seats, len(turn.seats))
+                shards, indices = turn.seats[seats], turn.round + rounds
             if _by_seats(len(turn.seats), replicas):
                 owners = seats % replicas
             else:
                 places = np.arange(turn.position, turn.position + count, dtype=np.int64)
                 owners = places % replicas
-            pieces.append((turn.seats[seats], turn.round + rounds, owners))
+            pieces.append((shards, indices, owners))
 
         after = self._walk(num, lengths, emit)
         if not pieces:
@@ -110,6 +116,8 @@ class Turn:
 
     def is_end(self, lengths: Lengths) -> bool:
         """Whether no sample follows, as far as lengths are known."""
+        if len(self.seats) and lengths[self.seats[self.seat]] > self.round:
+            return False  # the one that is asked for most often
         return self._walk(1, lengths, lambda turn, count: None).position == self.position
 
     def given(self, shard: int) -> int:

@@ -49,7 +49,7 @@ def as_stream(data: object, num_shards: int | None = None) -> Stream | None:
         f"a {type(data).__qualname__} can be read in order only, and does not say how it is "
         "divided: give it `num_shards` and `open(shard, num_shards, epoch)`, which returns an "
         "iterator over one shard; or wrap it, in resilin.streams.StatefulShards with a dataset for "
-        "each shard, or in resilin.streams.OneShard if one replica may read it all"
+        "each shard, or in resilin.streams.OneShard if each replica may read it all"
     )
 
 
@@ -99,8 +99,8 @@ class Indexed:
 class OneShard:
     """Any data that can be iterated over again and again, as a stream of a single shard.
 
-    It works without further ado, and it does not scale: one replica reads all samples, one after
-    the other, and a resumed job reads those again that it has used. For data that fits one machine.
+    It works without further ado, and it does not scale: each replica reads all samples, of which it
+    keeps its own, and a resumed job reads those again that it has used. For small data.
     """
 
     def __init__(self, data: Iterable[Any], fingerprint: str = "") -> None:

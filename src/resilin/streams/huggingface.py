@@ -72,7 +72,6 @@ class HuggingFaceStream:
         """Begins to read one shard."""
         check_shard(self, shard, num_shards)
         part = self._dataset.shard(num_shards=num_shards, index=shard, contiguous=False)
-        hf_datasets.separate(part)
         part.set_epoch(epoch)
         return StatefulShard(part) if self.has_state else hf_datasets.samples(part)
 

@@ -153,8 +153,7 @@ class AdaptiveDataLoader:
         """
         if self._batches is None:
             raise TypeError(
-                "an AdaptiveDataLoader over a stream has no len(): nobody knows how many samples "
-                "its shards have before they were read"
+                "a loader of a stream has no len(): nobody knows how long its shards are"
             )
         return int(-(-self._batches.steps_per_epoch // 1))
 
@@ -179,8 +178,7 @@ class AdaptiveDataLoader:
     def take_part(self) -> None:
         """Makes this the loader that trains: its state belongs to that of the job from now on.
 
-        Iterating over it does this automatically. A loop that needs the position before it
-        begins, calls it earlier.
+        Iterating over it does this. A loop that needs the position before calls it earlier.
         """
         self._passes.take_part()
 
@@ -195,9 +193,9 @@ class AdaptiveDataLoader:
         return self._batches.epoch(self._passes.cursor.position, self.current_batch_size)
 
     def has_passed(self, epoch: int) -> bool:
-        """Whether the job resumes after the last step of this epoch: its next pass is left out.
+        """Whether the job resumes after the last step of this epoch; call `take_part` before.
 
-        For loops of frameworks that do more at the end of an epoch; call `take_part` before.
+        For loops of frameworks that do more at the end of an epoch.
         """
         passes = self._passes.cursor.passes
         return passes.epoch == epoch and passes.seen < passes.complete

@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -112,7 +111,7 @@ class ShardFetcher:
             )
         known = self._known
         missing = known.missing(pairs)
-        self._tickets.extend(self._cut(known.not_asked(missing)))
+        self._tickets.extend(self._cut([pair for pair in missing if pair not in known.asked]))
         if missing and self._loader is not None and self._batches is None:
             self._batches = iter(self._loader)
         try:
@@ -136,7 +135,8 @@ class ShardFetcher:
 
     def collate(self, pairs: Sequence[Pair]) -> Any:
         """A batch of samples that are here."""
-        return self.batch([_own(self._known.samples[pair]) for pair in pairs])
+        here = self._known.samples
+        return self.batch([_own(here[pair]) for pair in pairs])
 
     def batch(self, samples: list[Any]) -> Any:
         """A batch of these samples."""
@@ -189,13 +189,17 @@ class ShardFetcher:
             return []
         known = self._known
         known.asked.update(pairs)
-        asks: list[list[Ask]] = [[] for _ in range(max(1, self._num_workers))]
-        for shard, numbers in groupby(sorted(pairs), key=_FIRST):
-            indices = [index for _, index in numbers]
-            mark = known.bookmarks.get(shard)
-            ask = Ask(shard, indices, known.given, mark)
-            asks[known.worker(shard, len(asks))].append(ask)
-        return [ShardTicket(known.epoch, w, each) for w, each in enumerate(asks)]
+        by_shard: dict[int, list[int]] = {}
+        for shard, index in pairs:
+            by_shard.setdefault(shard, []).append(index)
+        given, marks = known.given, known.bookmarks
+        asks = [Ask(shard, each, given, marks.get(shard)) for shard, each in by_shard.items()]
+        if self._num_workers < 2:
+            return [ShardTicket(known.epoch, 0, asks)]
+        parts: list[list[Ask]] = [[] for _ in range(self._num_workers)]
+        for ask in asks:
+            parts[known.worker(ask.shard, len(parts))].append(ask)
+        return [ShardTicket(known.epoch, worker, part) for worker, part in enumerate(parts)]
 
     def _empty(self) -> list[ShardTicket]:
         return [ShardTicket(self._known.epoch, w, ()) for w in range(self._num_workers)]
@@ -217,6 +221,8 @@ class _Known:
     def missing(self, pairs: Iterable[Pair]) -> list[Pair]:
         """Those that are neither here nor beyond the end of their shard."""
         ends, here = self.ends, self.samples
+        if not ends:
+            return [pair for pair in pairs if pair not in here]
         return [p for p in pairs if p not in here and p[1] < ends.get(p[0], p[1] + 1)]
 
     def not_asked(self, pairs: Iterable[Pair]) -> list[Pair]:
@@ -233,9 +239,7 @@ class _Known:
         self.asked.difference_update(read.places)
         for shard, length in read.ends:
             self.asked = {p for p in self.asked if p[0] != shard or p[1] < length}
-        for pair, sample in zip(read.places, read.samples, strict=True):
-            if pair[1] >= self.given:
-                self.samples[pair] = sample
+        self.samples.update(zip(read.places, read.samples, strict=True))
         for shard, index, state in read.bookmarks:
             self._marks.setdefault(shard, []).append((index, state))
 
@@ -272,4 +276,4 @@ def _as_it_is(item: Any) -> Any:
 
 def _own(sample: Any) -> Any:
     """A sample whose entries a collate function may take out: a step may be made again."""
-    return copy(sample) if isinstance(sample, dict | list) else sample
+    return copy(sample) if type(sample) in (dict, list) else sample

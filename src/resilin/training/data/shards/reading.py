@@ -149,7 +149,10 @@ class ShardReader:
         return answer
 
     def _read(self, ask: Ask, answer: Read) -> None:
-        opened, shard = self._open(ask), ask.shard
+        shard = ask.shard
+        opened = self._opened.get(shard)
+        if opened is None or opened.place > ask.indices[0]:
+            opened = self._open(ask)
         for index in ask.indices:
             if index > opened.place:
                 self._pass_over(opened, index, ask.given)
@@ -188,10 +191,7 @@ class ShardReader:
 
     def _open(self, ask: Ask) -> _Opened:
         assert self._epoch is not None
-        opened = self._opened.get(ask.shard)
         first = ask.indices[0]
-        if opened is not None and opened.place <= first:
-            return opened
         num_shards, key = self._order.num_shards, self._order.key(self._epoch, ask.shard)
         if self._seeds:
             seed_globals(key)
