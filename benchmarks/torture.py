@@ -29,7 +29,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import finish
 
 from tests.fuzz.driver import Outcome, run_cases, scratch
-from tests.fuzz.program import Case, generate, generate_home, generate_sharded
+from tests.fuzz.program import (
+    Case,
+    generate,
+    generate_home,
+    generate_sharded,
+    generate_stream,
+)
 from tests.fuzz.shrink import keep, shrink
 
 FUZZ = Path(__file__).parents[1] / "tests" / "fuzz"
@@ -38,15 +44,19 @@ FOUND = FUZZ / "found.jsonl"
 when the generator changes."""
 BATCH = 20
 """Cases that share one launched job."""
-QUICK_SEEDS = range(32)
+QUICK_SEEDS = range(28)
 """Seeds of the quick form, after the cases that were found."""
 QUICK_SHARDED = range(8)
 """Seeds of the quick form with sharded models."""
+QUICK_STREAMS = range(4)
+"""Seeds of the quick form whose data are streams."""
 NUM_PROGRAMS, NUM_KILLS = 300, 300
 HOMES = ("lightning", "keras", "huggingface")
 """Families of programs that train within another framework; Accelerate is in the last one."""
 NUM_SHARDED_PROGRAMS = 60
 """Programs with sharded models in the full form."""
+NUM_STREAM_PROGRAMS = 40
+"""Programs on streams in the full form."""
 NUM_HOME_PROGRAMS = 12
 """Programs of each of these in the full form, compared with an undisturbed run of the same one."""
 
@@ -59,7 +69,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="exit 1 if anything is different")
     parser.add_argument("--seed", help="`new` for unused seeds, or a number to begin at")
     parser.add_argument(
-        "--family", default="loops", help="loops, sharded, or a module of families/"
+        "--family", default="loops", help="loops, sharded, streams, or a module of families/"
     )
     parser.add_argument("--num", type=int, help="how many programs, from --seed on")
     parser.add_argument("--minutes", type=float, help="how long to hunt")
@@ -80,7 +90,7 @@ def wanted(args: argparse.Namespace, outcomes: list[Outcome]) -> Iterator[list[C
         yield [Case.from_json(args.replay.read_text())]
         return
     if args.seed is not None:
-        makers = {"loops": generate, "sharded": generate_sharded}
+        makers = {"loops": generate, "sharded": generate_sharded, "streams": generate_stream}
         make = makers.get(args.family, partial(generate_home, family=args.family))
         first = random.SystemRandom().randrange(10**6, 10**9) if args.seed == "new" else None
         start = first if first is not None else int(args.seed)
@@ -97,6 +107,8 @@ def wanted(args: argparse.Namespace, outcomes: list[Outcome]) -> Iterator[list[C
     cases = found() + [generate(seed) for seed in QUICK_SEEDS]
     sharded = range(NUM_SHARDED_PROGRAMS) if not args.quick else QUICK_SHARDED
     cases += [generate_sharded(seed) for seed in sharded]
+    streams = range(NUM_STREAM_PROGRAMS) if not args.quick else QUICK_STREAMS
+    cases += [generate_stream(seed) for seed in streams]
     yield from (cases[i : i + BATCH] for i in range(0, len(cases), BATCH))
     if args.quick:
         return

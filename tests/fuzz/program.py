@@ -376,27 +376,37 @@ def generate_home(seed: int, family: str, *, max_world: int = 3) -> Case:
         family=family,
         options=home.options(dice),
         worlds=tuple(dice.randint(1, max_world) for _ in range(4)),
-        kills=random_kills(dice, Program(), home.HOOKS),
+        kills=random_kills(dice, Program(), home.HOOKS, getattr(home, "PLACES", PLACES)),
         seed=seed,
     )
 
 
+def generate_stream(seed: int) -> Case:
+    """The case of this seed whose data are a stream."""
+    return generate_home(seed, "streams", max_world=4)
+
+
 def random_kills(
-    dice: random.Random, program: Program, hooks: Sequence[str] = HOOKS
+    dice: random.Random,
+    program: Program,
+    hooks: Sequence[str] = HOOKS,
+    places: Sequence[str] = PLACES,
 ) -> tuple[Kill, ...]:
     """Kills of a few lives in a row."""
     number = dice.choices((0, 1, 2, 3, 4), (1, 5, 4, 2, 1))[0]
-    return tuple(_kill(dice, program, hooks) for _ in range(number))
+    return tuple(_kill(dice, program, hooks, places) for _ in range(number))
 
 
-def _kill(dice: random.Random, program: Program, hooks: Sequence[str]) -> Kill:
+def _kill(
+    dice: random.Random, program: Program, hooks: Sequence[str], places: Sequence[str]
+) -> Kill:
     if dice.random() < 0.6 or program.net == "compiled":
         at = dice.choice(hooks)
         once = at in ("setup", "wrapped", "trained", "reported")
         rare = at in ("epoch", "epoch_end", "evaluating", "evaluated")
         count = 1 if once else dice.randint(1, 2 if rare else dice.choice((3, 12)))
     else:
-        at = "line:" + dice.choice(PLACES)
+        at = "line:" + dice.choice(places)
         count = int(2 ** dice.uniform(0, dice.choice((6, 11))))
     return Kill(
         replica=dice.randrange(4),

@@ -15,19 +15,29 @@ import torch
 import resilin
 from tests.fuzz import driver
 from tests.fuzz.driver import difference
+from tests.fuzz.families import streams, streams_program
 from tests.fuzz.oracle import Oracle
-from tests.fuzz.program import HOOKS, PLACES, Case, Kill, Program, generate, generate_sharded
+from tests.fuzz.program import (
+    HOOKS,
+    PLACES,
+    Case,
+    Kill,
+    Program,
+    generate,
+    generate_sharded,
+    generate_stream,
+)
 from tests.fuzz.script import write
 from tests.fuzz.shrink import shrink, simpler
 
 
 def test_a_seed_is_always_the_same_case_and_survives_its_text_form():
-    for make in (generate, generate_sharded):
+    for make in (generate, generate_sharded, generate_stream):
         for seed in range(200):
             case = make(seed)
             assert case == make(seed)
             assert Case.from_json(case.to_json()) == case
-            compile(write(case.program), "script", "exec")
+            compile(driver.source(case), "script", "exec")
 
 
 def test_a_sharded_program_shards_its_model():
@@ -40,7 +50,8 @@ def test_a_sharded_program_shards_its_model():
 def test_every_place_to_be_killed_in_is_there():
     """A file that was moved would never be killed in again, and nobody would notice."""
     package = Path(resilin.__file__).parent
-    assert [place for place in PLACES if not (package / place).exists()] == []
+    places = (*PLACES, *streams.PLACES)
+    assert [place for place in places if not (package / place).exists()] == []
     written = "".join(write(generate(seed).program) for seed in range(60))
     assert [name for name in HOOKS if f'kill_point("{name}")' not in written] == []
 
@@ -126,6 +137,28 @@ def test_programs_under_kills_end_as_in_plain_pytorch(tmp_path, monkeypatch):
     assert [o.kills for o in outcomes] == [0, 2, 1]
     assert wrong.kind == "different"
     assert wrong.detail.startswith("parameters")
+
+
+@pytest.mark.timeout(300)
+def test_a_shard_that_skips_too_few_samples_is_found(tmp_path, monkeypatch):
+    """One sample is then used twice after a restart; an undisturbed run skips nothing."""
+    kills = (Kill(replica=0, at="stepped", count=3),)
+    cases = [
+        Case(
+            family="streams",
+            options={"lengths": [9, 4, 7], "how": how, "batch_size": 5, "bookmark_every": 1},
+            worlds=(1, 2),
+            kills=kills,
+        )
+        for how in ("skip", "state")
+    ]
+    for folder in ("right", "wrong"):
+        (tmp_path / folder).mkdir()
+    right = driver.run_cases(cases, tmp_path / "right")
+    assert [(o.kind, o.detail, o.kills) for o in right] == [("same", "", 1)] * 2
+    monkeypatch.setenv(streams_program.TOO_FEW, "1")
+    wrong = driver.run_cases(cases, tmp_path / "wrong")
+    assert [o.failed for o in wrong] == [True, True]
 
 
 def oracle_of(case: Case, got: dict) -> dict:

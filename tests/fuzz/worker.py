@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import runpy
@@ -123,6 +124,9 @@ def main() -> None:
             resilin.reset_job()
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # Workers of the next case are forks: one that finds what is left of this group among
+            # its garbage would wait there for threads that it does not have, or crash.
+            gc.collect()
             if rank == 0:
                 end(Path(task["path"]), "ran")
         number += 1
