@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import resilin
 from resilin.core.membership import change
 from resilin.core.stream import Ownership
-from resilin.training.data.cursor import Cursor
+from resilin.training.data.cursor import SampleCursor
 from tests.engine.scripted import Event, Numbers, World, times_due, times_used, training
 
 STEADY = Event()
@@ -157,7 +157,7 @@ def test_the_proof_can_fail(monkeypatch):
     # A step of 5 over 2 replicas ends in the middle of a round of both.
     events = [STEADY, Event(leaving={0}, joining=1, batch_size=3), STEADY]
     run(2, events, batch_size=5)
-    saved = Cursor.state_dict
+    saved = SampleCursor.state_dict
 
     def by_number(self, membership):
         # Survivors look at the number of replicas alone, and a joiner begins at the cursor.
@@ -168,8 +168,8 @@ def test_the_proof_can_fail(monkeypatch):
     def without(self):
         return {name: value for name, value in saved(self).items() if name != "dealt"}
 
-    monkeypatch.setattr(Cursor, "deal", by_number)
-    monkeypatch.setattr(Cursor, "state_dict", without)
+    monkeypatch.setattr(SampleCursor, "deal", by_number)
+    monkeypatch.setattr(SampleCursor, "state_dict", without)
     with pytest.raises(AssertionError):
         run(2, events, batch_size=5)
 
