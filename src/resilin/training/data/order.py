@@ -8,7 +8,7 @@ from resilin.core.stream import Tail
 
 
 class DataOrder(NamedTuple):
-    """What determines the order of samples, apart from the data."""
+    """The order of samples, apart from the data."""
 
     seed: int
     """Chooses the order."""
@@ -17,4 +17,4 @@ class DataOrder(NamedTuple):
     tail: Tail
     """Treatment of the remainder of an epoch."""
     fingerprint: str | None
-    """What identifies the data; None takes what they say of themselves."""
+    """Identity of the data; None takes what they say of themselves."""

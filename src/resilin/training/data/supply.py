@@ -59,7 +59,7 @@ class Share(Protocol):
 
 
 class Place(NamedTuple):
-    """Where a pass begins."""
+    """The beginning of a pass."""
 
     position: int
     """Start of the first step."""

@@ -45,7 +45,7 @@ class ShardCursor(Cursor):
         self.renews = False
         """Whether the next pass begins if nothing is left of this one.
 
-        A loop may leave a pass just behind its last sample, which it does not know to be the last:
+        A loop may leave a pass just after its last sample, which it does not know to be the last:
         the next loop is not to be empty. A job that is resumed there ends its pass instead.
         """
         self._opened_in: int | None = None

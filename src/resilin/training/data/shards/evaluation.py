@@ -14,7 +14,7 @@ from resilin.training.data.shards.share import StreamShare
 
 
 class Evaluation:
-    """A pass that moves no cursor: each replica reads its own shards to their ends, by itself.
+    """A pass that moves no cursor: each replica reads its own shards to their ends, on its own.
 
     Args:
         stream: The user's stream.

@@ -206,7 +206,7 @@ class ShardFetcher:
 
 
 class _Known:
-    """What was read, and asked for, in one pass over the data."""
+    """Samples that were read, or asked for, in one pass over the data."""
 
     def __init__(self, epoch: int = -1) -> None:
         self.epoch = epoch

@@ -1,4 +1,4 @@
-"""What replicas tell each other about the shards that they read."""
+"""News of shards: ends and saved places, told by the replicas that read them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARKS_EVERY = 32
 
 
 class News:
-    """What replicas tell each other about shards. Collective.
+    """Exchange of what replicas find out about shards. Collective.
 
     Args:
         engine: Who is in the job.
@@ -37,7 +37,7 @@ class News:
         """Tells and hears what is new.
 
         Returns:
-            Whether a shard has ended that all believed to go on; None if a replica was lost
+            Whether a shard has ended that all believed to continue; None if a replica was lost
             meanwhile.
         """
         ends = [each for each in fetcher.ends.items() if cursor.lengths[each[0]] != each[1]]

@@ -48,7 +48,7 @@ class Ask(NamedTuple):
 
 
 class ShardTicket(NamedTuple):
-    """What one worker is asked for."""
+    """Samples that one worker is asked for."""
 
     epoch: int
     """Number of the pass over the data."""

@@ -99,8 +99,8 @@ class StreamSupply:
         else:
             num, how = turn.round * len(turn.seats), "have neither a state nor skip()"
         logger.info(
-            "the pass over %r goes on at sample %d: its %d open shards %s, and %d samples are read "
-            "again, over all replicas",
+            "the pass over %r continues at sample %d: its %d open shards %s, and %d samples are "
+            "read again, over all replicas",
             *(self.order.fingerprint, turn.position, len(turn.seats), how, num),
         )
 
@@ -203,7 +203,7 @@ class StreamSupply:
         if self._ahead is None:
             return ()
         turn, lengths, members = self._ahead
-        # Each replica has a sample in so many, as long as one of its shards goes on.
+        # Each replica has a sample in so many, as long as one of its shards continues.
         num = max(self._plans.batch_size(), 2 * members.num_replicas)
         taken, turn = turn.take(num, with_ends(lengths, self.fetcher.ends), members.num_replicas)
         self._ahead = (turn, lengths, members)
