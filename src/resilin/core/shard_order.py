@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from resilin.core import _validate
-from resilin.core.stream import SampleStream
+from resilin.core.stream import SampleStream, saved_cursor
 
 UNKNOWN = 2**62
 """Length of a shard whose end nobody has met."""
@@ -228,19 +228,7 @@ class ShardOrder:
             ValueError: The state belongs to another order or other data. The message names all
                 differences.
         """
-        missing = [name for name in (*self.identity(), "cursor") if name not in state]
-        if missing:
-            raise ValueError(f"the saved state of a stream lacks {', '.join(missing)}")
-        differing = [
-            f"{name} was {state[name]!r} and is {value!r}"
-            for name, value in self.identity().items()
-            if state[name] != value
-        ]
-        if differing:
-            raise ValueError(
-                "the saved position belongs to another stream: " + "; ".join(differing)
-            )
-        return _validate.whole("cursor", state["cursor"], at_least=0)
+        return saved_cursor(self.identity(), state)
 
 
 def sample_key(shard_key: int, index: int) -> int:

@@ -244,19 +244,7 @@ class SampleStream:
             ValueError: The state belongs to another order or dataset; resuming would repeat and
                 skip samples. The message names all differences.
         """
-        missing = [name for name in (*self._identity(), "cursor") if name not in state]
-        if missing:
-            raise ValueError(f"the saved stream state lacks {', '.join(missing)}")
-        differing = [
-            f"{name} was {state[name]!r} and is {value!r}"
-            for name, value in self._identity().items()
-            if state[name] != value
-        ]
-        if differing:
-            raise ValueError(
-                "the saved cursor belongs to another sample stream: " + "; ".join(differing)
-            )
-        return _validate.whole("cursor", state["cursor"], at_least=0)
+        return saved_cursor(self._identity(), state)
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -266,6 +254,31 @@ class SampleStream:
             "shuffle": self.shuffle,
             "fingerprint": self.fingerprint,
         }
+
+
+def saved_cursor(identity: Mapping[str, Any], state: Mapping[str, Any]) -> int:
+    """The cursor of a saved state, if that is one of the same order.
+
+    Args:
+        identity: All that a state must have been made with.
+        state: A saved state: an identity, and a cursor.
+
+    Raises:
+        ValueError: The state was made with something else. The message names all differences.
+    """
+    missing = [name for name in (*identity, "cursor") if name not in state]
+    if missing:
+        raise ValueError(f"the saved stream state lacks {', '.join(missing)}")
+    differing = [
+        f"{name} was {state[name]!r} and is {value!r}"
+        for name, value in identity.items()
+        if state[name] != value
+    ]
+    if differing:
+        raise ValueError(
+            "the saved cursor belongs to another sample stream: " + "; ".join(differing)
+        )
+    return _validate.whole("cursor", state["cursor"], at_least=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, default_collate
 
 from resilin.core.stream import SampleStream
@@ -21,10 +20,9 @@ from resilin.training.data.tickets import (
     CannotResize,
     Ticket,
     TicketDataset,
-    TicketSampler,
-    WorkerInit,
     join,
     split,
+    ticket_loader,
 )
 from resilin.training.state.randomness import preserved
 
@@ -47,21 +45,12 @@ class Fetcher:
         self, dataset: Any, stream: SampleStream, cut: Cut, dataloader_kwargs: dict[str, Any]
     ) -> None:
         options = dict(dataloader_kwargs)
-        if options.get("num_workers", 0):
-            options["persistent_workers"] = True
-            options["worker_init_fn"] = WorkerInit(options.pop("worker_init_fn", None))
         collate = options.pop("collate_fn", None) or default_collate
-        # Its own: a DataLoader draws a seed for its workers, from the global one if it has none.
-        options["generator"] = torch.Generator().manual_seed(stream.seed)
         # Weak, or owner and fetcher would be a cycle: see TicketSampler.
         self._cut = weakref.WeakMethod(cut)
         self._dataset = TicketDataset(dataset, stream, collate)
-        self._loader: DataLoader[Any] | None = DataLoader(
-            self._dataset,
-            batch_size=None,
-            sampler=TicketSampler(self),
-            collate_fn=_as_it_is,
-            **options,
+        self._loader: DataLoader[Any] | None = ticket_loader(
+            self._dataset, self, stream.seed, options
         )
         self._batches: Iterator[tuple[Ticket, Any]] | None = None
         self._generation = 0
@@ -161,7 +150,3 @@ class Fetcher:
 
     def _ticket(self, positions: range) -> Ticket:
         return Ticket(self._generation, positions.start, positions.step, len(positions))
-
-
-def _as_it_is(item: Any) -> Any:
-    return item

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, get_worker_info
 
 from resilin.core.stream import SampleStream
 from resilin.training.data.sampling import fetching, seed_globals
+
+T = TypeVar("T")
 
 
 class Ticket(NamedTuple):
@@ -42,12 +44,12 @@ class Ticket(NamedTuple):
 class TicketOffice(Protocol):
     """Source of the next positions."""
 
-    def next_ticket(self) -> Ticket:
+    def next_ticket(self) -> Any:
         """The next ticket, as of now."""
         ...
 
 
-class TicketSampler(Sampler[Ticket]):
+class TicketSampler(Sampler[Any]):
     """Endless: a DataLoader asks it for a ticket whenever a worker is free."""
 
     def __init__(self, office: TicketOffice) -> None:
@@ -55,9 +57,39 @@ class TicketSampler(Sampler[Ticket]):
         # gone before the workers are told to end, and each would be waited for.
         self._office = weakref.proxy(office)
 
-    def __iter__(self) -> Iterator[Ticket]:
+    def __iter__(self) -> Iterator[Any]:
         while True:
             yield self._office.next_ticket()
+
+
+def ticket_loader(
+    dataset: Dataset[T], office: TicketOffice, seed: int, options: Mapping[str, Any]
+) -> DataLoader[T]:
+    """A stock DataLoader over tickets.
+
+    Args:
+        dataset: Turns a ticket into what it asks for.
+        office: The source of the tickets; it owns the DataLoader.
+        seed: Seed of the workers.
+        options: The user's arguments of the DataLoader, but for those that tickets replace.
+    """
+    options = dict(options)
+    if options.get("num_workers", 0):
+        options["persistent_workers"] = True
+        options["worker_init_fn"] = WorkerInit(options.pop("worker_init_fn", None))
+    # Its own: a DataLoader draws a seed for its workers, from the global one if it has none.
+    options["generator"] = torch.Generator().manual_seed(seed)
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=TicketSampler(office),
+        collate_fn=_as_it_is,
+        **options,
+    )
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
 
 
 class TicketDataset(Dataset[tuple[Ticket, Any]]):

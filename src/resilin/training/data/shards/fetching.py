@@ -29,7 +29,7 @@ from resilin.training.data.shards.reading import (
     ShardTicket,
     unpacked,
 )
-from resilin.training.data.tickets import TicketSampler, WorkerInit
+from resilin.training.data.tickets import ticket_loader
 from resilin.training.state.randomness import preserved
 
 Pair = tuple[int, int]
@@ -60,7 +60,7 @@ class ShardFetcher:
         self._num_workers = int(options.get("num_workers", 0))
         self._loader: DataLoader[Read] | None = None
         if self._num_workers:
-            self._loader = _loader(self._dataset, self, order.seed, options)
+            self._loader = ticket_loader(self._dataset, self, order.seed, options)
         self._batches: Iterator[Read] | None = None
         # Weak, or owner and fetcher would be a cycle: see TicketSampler.
         self._ahead = weakref.WeakMethod(ahead)
@@ -252,26 +252,6 @@ class _Known:
                 found.append((shard, *max(passed, key=_FIRST)))
                 self._marks[shard] = [mark for mark in marks if mark[0] > self.given]
         return found
-
-
-def _loader(
-    dataset: ShardDataset, office: ShardFetcher, seed: int, options: dict[str, Any]
-) -> DataLoader[Read]:
-    options["persistent_workers"] = True
-    options["worker_init_fn"] = WorkerInit(options.pop("worker_init_fn", None))
-    # Its own: a DataLoader draws a seed for its workers, from the global one if it has none.
-    options["generator"] = torch.Generator().manual_seed(seed)
-    return DataLoader(
-        dataset,
-        batch_size=None,
-        sampler=TicketSampler(office),  # type: ignore[arg-type]
-        collate_fn=_as_it_is,
-        **options,
-    )
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
 
 
 def _own(sample: Any) -> Any:
