@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -23,6 +24,8 @@ RANK = int(os.environ.get("RANK", "0"))
 PACKS = (14, 10, 6, 18)
 """Packs of each shard, as many as fill whole batches."""
 LENGTH, BATCH, EPOCHS = 5, 8, 3
+EVERY = 4
+"""Steps between checkpoints."""
 STEPS = sum(PACKS) // BATCH
 """Steps in an epoch."""
 TOKENS = sum(PACKS) * LENGTH
@@ -60,7 +63,17 @@ def die(place: str, step: int) -> None:
         text = f"{at} {when} {rank}"
         if (rank, at, when) == (RANK, place, step) and text not in marks():
             mark(text)
+            await_checkpoint(step)
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def await_checkpoint(step: int) -> None:
+    """Waits for the latest checkpoint: a thread writes it beside the next steps."""
+    due, deadline = step // EVERY * EVERY, time.monotonic() + 30
+    while due and time.monotonic() < deadline:
+        if any((FOLDER / "checkpoints").glob(f"step-{due:012d}-*")):
+            return
+        time.sleep(0.01)
 
 
 def marks() -> list[str]:
@@ -95,7 +108,7 @@ def main() -> None:
     files = [FOLDER / f"{number}.jsonl" for number in range(2 * len(PACKS))]
     stream = Packed(Shuffled(FileStream(files, read, num_shards=len(PACKS)), 5), LENGTH)
     loader = resilin.AdaptiveDataLoader(stream, batch_size=BATCH, shuffle=True, num_workers=2)
-    resilin.checkpoint_to(FOLDER / "checkpoints", every=4, memory_every=1)
+    resilin.checkpoint_to(FOLDER / "checkpoints", every=EVERY, memory_every=1)
     net.out.weight.register_hook(lambda grad: die("backward", model.clock.steps))
     for epoch in resilin.remaining_epochs_until(EPOCHS):
         for batch in loader:
@@ -108,10 +121,10 @@ def main() -> None:
             optimizer.step()
             if model.clock.steps > step:
                 die("after_step", step)
-        die("end_of_epoch", epoch)
-        counts = sorted({round(-BATCH * float(value), 9) for value in net.seen})
+        die("end_of_epoch", model.clock.steps)
+        counts = sorted({round(-BATCH * float(value), 9) for value in net.seen.detach()})
         mark("epoch " + json.dumps([epoch, counts]))
-    mark("end " + json.dumps([float(value) for p in trained for value in p.flatten()]))
+    mark("end " + json.dumps([float(value) for p in trained for value in p.detach().flatten()]))
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def test_packs_of_a_killed_and_resized_job_are_used_once(tmp_path, expected):
     assert re.search(r"resumed 3 replicas at step [456] from", log), log[-3000:]
     # The machine was replaced: what is left is the directory of checkpoints.
     shutil.rmtree(tmp_path / "memory")
-    faults += [[0, "end_of_epoch", 1]]
+    faults += [[0, "end_of_epoch", 2 * STEPS]]
     code, log = run(tmp_path, 1, restarts=1, faults=faults)
     assert code == 0, log[-3000:]
     assert re.search(r"resumed 1 replica at step 8 from", log), log[-3000:]

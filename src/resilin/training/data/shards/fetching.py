@@ -231,8 +231,9 @@ class _Known:
         """Takes up what a worker has read."""
         self.ends.update(read.ends)
         self.asked.difference_update(read.places)
-        for shard, length in read.ends:
-            self.asked = {p for p in self.asked if p[0] != shard or p[1] < length}
+        if read.ends:
+            ends = dict(read.ends)
+            self.asked = {p for p in self.asked if p[1] < ends.get(p[0], p[1] + 1)}
         for pair, sample in zip(read.places, read.samples, strict=True):
             if pair[1] >= self.given:
                 self.samples[pair] = sample
