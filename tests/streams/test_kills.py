@@ -47,7 +47,9 @@ def run(folder, replicas, restarts, faults):
 def told(folder, name):
     """What the members of the job have written down under a name."""
     lines = (folder / "marks").read_text().splitlines()
-    return [json.loads(line.removeprefix(f"{name} ")) for line in lines if line.startswith(name)]
+    return [
+        json.loads(line.removeprefix(f"{name} ")) for line in lines if line.startswith(f"{name} ")
+    ]
 
 
 @pytest.fixture
@@ -79,7 +81,13 @@ def test_packs_of_a_killed_and_resized_job_are_used_once(tmp_path, expected):
     faults += [[0, "end_of_epoch", 2 * STEPS]]
     code, log = run(tmp_path, 1, restarts=1, faults=faults)
     assert code == 0, log[-3000:]
-    assert re.search(r"resumed 1 replica at step 8 from", log), log[-3000:]
+    resumed = re.findall(r"resumed 1 replica at step (\d+) from (\w+)?", log)
+    assert 0 < int(resumed[0][0]) <= STEPS + 3, log[-3000:]
+    assert [where == "memory" for _, where in resumed] == [False, True], log[-3000:]
+    marks = (tmp_path / "marks").read_text().splitlines()
+    assert [f"{at} {step} {rank}" for rank, at, step in faults] == [
+        line for line in marks if line.split()[0] not in ("epoch", "end")
+    ]
     found = told(tmp_path, "epoch")
     assert {epoch for epoch, _ in found} == set(range(EPOCHS))
     assert all(counts == [epoch + 1.0] for epoch, counts in found)
