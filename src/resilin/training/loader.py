@@ -168,7 +168,7 @@ class AdaptiveDataLoader:
 
     @property
     def has_index(self) -> bool:
-        """Whether its data have an index, and a length; a stream has neither."""
+        """Whether its data have an index and a length; a stream has not."""
         return self._batches is not None
 
     def reference_run(self) -> Reference:
@@ -202,10 +202,7 @@ class AdaptiveDataLoader:
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether the epoch is over with the current step, once that is committed.
-
-        For loops that have to know it before they ask for the next batch.
-        """
+        """Whether the epoch is over with the current step, for loops that have to know it early."""
         current = self._passes.iteration
         return current is not None and self._passes.is_over(current, current.span.stop)
 

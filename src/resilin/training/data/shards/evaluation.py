@@ -47,18 +47,21 @@ class Evaluation:
         members = self._members
         self._size = max(1, BatchPlan(batch_size, members.num_replicas).share(members.replica))
         self.fetcher.expect(self._turn.round, {})
-        new = True
+        new, more = True, 0
         while new:
             taken, after = self._turn.take(self._size, self._lengths)
             self._mine = taken.of(0)
             if self._ahead.position < after.position:
                 self._ahead = after
             self.fetcher.fetch(self._mine)
+            if more:
+                self.fetcher.fetch(after.take(more, self._lengths)[0].of(0))
             known = self._lengths
             self._lengths = with_ends(known, self.fetcher.ends)
             new = bool((known != self._lengths).any())
             if new:
                 self._ahead = self._turn
+                more = reach(known, self._lengths)
         start, self._turn = self._turn.position, after
         return range(start, after.position)
 
@@ -76,6 +79,16 @@ class Evaluation:
         lengths = with_ends(self._lengths, self.fetcher.ends)
         taken, self._ahead = self._ahead.take(self._size, lengths)
         return taken.of(0)
+
+
+def reach(before: Lengths, after: Lengths) -> int:
+    """How many samples to look for beyond a step that has met new ends.
+
+    Shards of one length end together. If a step were planned again for each batch of them, V shards
+    would take V / B plans, each of which passes over all ends; twice as many ends each time are
+    soon all of them. As many samples as that, at most, are here before their step.
+    """
+    return 2 * int((before != after).sum())
 
 
 def with_ends(lengths: Lengths, ends: dict[int, int]) -> Lengths:

@@ -237,8 +237,9 @@ class _Known:
         """Takes up what a worker has read."""
         self.ends.update(read.ends)
         self.asked.difference_update(read.places)
-        for shard, length in read.ends:
-            self.asked = {p for p in self.asked if p[0] != shard or p[1] < length}
+        if read.ends:
+            ends = dict(read.ends)
+            self.asked = {p for p in self.asked if p[1] < ends.get(p[0], p[1] + 1)}
         self.samples.update(zip(read.places, read.samples, strict=True))
         for shard, index, state in read.bookmarks:
             self._marks.setdefault(shard, []).append((index, state))

@@ -28,10 +28,11 @@ class News:
         self._engine = engine
         self._num = 0
         self._complete = False
+        self._told: tuple[int, int] | None = None  # pass, and ends that all know of it
 
     def begin(self) -> None:
         """Members, or the cursor, have changed: what one knows, another may not know."""
-        self._num, self._complete = 0, False
+        self._num, self._complete, self._told = 0, False, None
 
     def tell(self, cursor: ShardCursor, fetcher: ShardFetcher) -> bool | None:
         """Tells and hears what is new.
@@ -40,11 +41,15 @@ class News:
             Whether a shard has ended that all believed to continue; None if a replica was lost
             meanwhile.
         """
-        ends = [each for each in fetcher.ends.items() if cursor.lengths[each[0]] != each[1]]
+        ends: list[Pair] = []
+        met = (cursor.number, len(fetcher.ends))
+        if met != self._told:
+            ends = [each for each in fetcher.ends.items() if cursor.lengths[each[0]] != each[1]]
         self._num += 1
         marks = fetcher.marks() if self._num % _MARKS_EVERY == 0 else []
         if self._engine.membership.num_processes == 1:
             cursor.mark(marks)
+            self._told = met
             return cursor.learn(ends)
         if not self._complete:
             known = np.flatnonzero(cursor.lengths < UNKNOWN)
@@ -53,7 +58,7 @@ class News:
             everyone = self._exchange(ends, marks, cursor)
         except PeerLost:
             return None  # the next generation tells it all again
-        self._complete = True
+        self._complete, self._told = True, met
         if everyone is None:
             return False
         for _, _, theirs in everyone:

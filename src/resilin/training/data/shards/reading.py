@@ -30,6 +30,14 @@ BOOKMARK_EVERY = 256
 """Samples of a shard between two places that are saved."""
 _SMALL = 65536
 """Largest tensor, in bytes, that a worker sends by value: shared memory costs more below it."""
+_OF_NUMPY = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+)
+"""Types of tensors that numpy has as well."""
 _TELL_AFTER = 10.0
 """Seconds of reading samples again, after which it is told, and between two tellings."""
 
@@ -144,8 +152,13 @@ class ShardReader:
     def _read_all(self, ticket: ShardTicket) -> Read:
         answer = Read(ticket.epoch, [], [], [], [])
         with self._reading:
-            for ask in ticket.asks:
-                self._read(ask, answer)
+            try:
+                for ask in ticket.asks:
+                    self._read(ask, answer)
+            except BaseException:
+                # A generator that has raised looks as if its shard had ended.
+                self._opened.pop(ask.shard, None)
+                raise
         return answer
 
     def _read(self, ask: Ask, answer: Read) -> None:
@@ -266,7 +279,7 @@ def _packed(item: Any) -> Any:
 def _is_small(tensor: Tensor) -> bool:
     plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
     own = not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
-    return plain and own and tensor.nbytes <= _SMALL and tensor.dtype is not torch.bfloat16
+    return plain and own and tensor.nbytes <= _SMALL and tensor.dtype in _OF_NUMPY
 
 
 def unpacked(item: Any) -> Any:

@@ -21,7 +21,7 @@ from resilin.training.data.cursor import Cursor
 from resilin.training.data.iteration import Iteration
 from resilin.training.data.order import DataOrder
 from resilin.training.data.shards.cursor import ShardCursor
-from resilin.training.data.shards.evaluation import Evaluation, with_ends
+from resilin.training.data.shards.evaluation import Evaluation, reach, with_ends
 from resilin.training.data.shards.fetching import Pair, ShardFetcher
 from resilin.training.data.shards.news import News
 from resilin.training.data.shards.share import StreamShare
@@ -121,14 +121,20 @@ class StreamSupply:
         self.fetcher.begin(cursor.number)
         self.fetcher.expect(turn.round, cursor.bookmarks)
         new: bool | None = True
+        more = 0
         while new:
             taken, after = turn.take(batch_size, cursor.lengths, members.num_replicas)
             mine = taken.of(members.replica)
             self._look_ahead(after, cursor, members)
             self.fetcher.fetch(mine)
+            if more:
+                beyond, _ = after.take(more, cursor.lengths, members.num_replicas)
+                self.fetcher.fetch(beyond.of(members.replica))
+            known = cursor.lengths.copy()
             new = self._news.tell(cursor, self.fetcher)
             if new:
                 self._ahead = None
+                more = reach(known, cursor.lengths)
         if new is None:
             return None
         if len(taken) < (batch_size if self._drops else 1):
