@@ -84,7 +84,7 @@ def main():
     resilin.init_process_group()
     first = resilin.current_job().engine.membership.is_first
 
-    files = sorted(Path(email.__file__).parent.glob("*.py"))
+    files = sorted(Path(email.__file__).parent.glob("[a-m]*.py"))
     loader = resilin.AdaptiveDataLoader(
         rows(files[2:], num_shards=8), batch_size=32, batch_weight=num_targets, num_workers=1
     )

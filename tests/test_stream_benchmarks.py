@@ -121,6 +121,6 @@ def num_tokens() -> int:
     """Bytes of all documents that the example trains on, and a separator after each."""
     import email
 
-    files = sorted(Path(email.__file__).parent.glob("*.py"))[2:]
+    files = sorted(Path(email.__file__).parent.glob("[a-m]*.py"))[2:]
     documents = [part for path in files for part in path.read_text().split("\n\n")]
     return sum(len(part.encode()) + 1 for part in documents)
