@@ -37,7 +37,7 @@ WORLDS = [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2, 3)]
 def _states_are_used(monkeypatch, fresh_job):
     """Places in shards are saved so often that a small job continues from some."""
     monkeypatch.setattr(reading, "BOOKMARK_EVERY", 2)
-    monkeypatch.setattr(news, "_MARKS_EVERY", 2)
+    monkeypatch.setattr(news, "_MARKS_EVERY", 1)
 
 
 @pytest.fixture

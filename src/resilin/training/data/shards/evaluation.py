@@ -82,7 +82,7 @@ class Evaluation:
 
 
 def reach(before: Lengths, after: Lengths) -> int:
-    """How many samples to look for beyond a step that has met new ends.
+    """Number of samples to look for beyond a step that has met new ends.
 
     Shards of one length end together. If a step were planned again for each batch of them, V shards
     would take V / B plans, each of which passes over all ends; twice as many ends each time are
