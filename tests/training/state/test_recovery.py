@@ -11,8 +11,12 @@ import pytest
 import torch
 
 import resilin
+from resilin.core.recovery import Version
 from resilin.engine.group import LAUNCHER_ENV
+from resilin.training.job import current_job
 from resilin.training.state.checkpoint import Checkpoints
+from resilin.training.state.checkpoint_schedule import CheckpointSchedule
+from resilin.training.state.settings import StateSettings
 from tests.replicas import replica
 from tests.training.recovery_job import NUM_SAMPLES, STEPS_PER_EPOCH, Job
 
@@ -137,6 +141,25 @@ def test_checkpoints_come_as_often_as_asked(tmp_path, every, expected):
     else:
         # The end of the job is always saved.
         assert steps == (expected if expected == [14] else [14, *expected])
+
+
+def test_a_job_that_dies_more_often_than_it_saves_counts_from_its_last_checkpoint(tmp_path):
+    def schedule(every):
+        settings = StateSettings(checkpoint_dir=str(tmp_path), checkpoint_every=every)
+        job = current_job()
+        return CheckpointSchedule(settings, job.engine, job.registry, job.events)
+
+    resumed = schedule(4)
+    resumed.start(6, Version(1, 6), from_checkpoint=False)
+    assert resumed.is_due(6)
+    run(tmp_path, epochs=1, every=5)
+    assert [commit.version.step for commit in Checkpoints(tmp_path).commits()] == [7, 5]
+    resumed = schedule(4)
+    resumed.start(6, Version(1, 6), from_checkpoint=False)
+    assert [step for step in range(6, 12) if resumed.is_due(step)] == [9, 10, 11]
+    # One that resumes from a checkpoint counts from that.
+    resumed.start(7, Version(1, 7), from_checkpoint=True)
+    assert [step for step in range(6, 13) if resumed.is_due(step)] == [11, 12]
 
 
 def test_what_is_kept_is_bounded(tmp_path):

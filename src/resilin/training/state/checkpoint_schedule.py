@@ -75,8 +75,21 @@ class CheckpointSchedule:
         self._begun_step, self._begun_time = step, time.monotonic()
         if resumed is not None:
             self.committed_step = resumed.step
+            if not from_checkpoint:
+                self._begun_step = self._last_saved(step)
         if from_checkpoint:
             self._saved = resumed
+
+    def _last_saved(self, step: int) -> int:
+        """Step of the newest checkpoint, at most this one; 0 if there is none.
+
+        A job that resumes from memory counts from there: if it counted from its own start, it would
+        never save where it is interrupted more often than it saves.
+        """
+        if self.checkpoints is None or not self._engine.membership.is_first:
+            return step
+        saved = (commit.version.step for commit in self.checkpoints.commits())
+        return max((each for each in saved if each <= step), default=0)
 
     def is_due(self, steps: int) -> bool:
         """Whether to begin a save at this step. Asked of replica 0 alone: clocks differ."""
