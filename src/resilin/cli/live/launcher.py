@@ -254,7 +254,7 @@ class Launcher:
         if verdict is Verdict.WRONG:
             raise GaveUp(f"failed: {self._failure}")
         if verdict is Verdict.ABSENT:
-            raise GaveUp(_absence(worker, code))
+            raise GaveUp(_absence(worker, code, heard=worker.name in session.beats))
         if verdict is Verdict.LOST:
             self._take_along(worker)
         self._drop(worker)
@@ -423,12 +423,18 @@ def _stopped(code: int) -> SignalException:
     return SignalException(f"stopped by {number.name}", sigval=number)
 
 
-def _absence(worker: Worker, code: int) -> str:
-    """The reason for which a job cannot begin: a worker has gone without an error."""
+def _absence(worker: Worker, code: int, *, heard: bool) -> str:
+    """The reason for which a job cannot begin: a worker has gone without an error.
+
+    Args:
+        worker: The worker.
+        code: Its exit code.
+        heard: Whether it has given any sign of life.
+    """
     how = f"worker {worker.number} {ending(worker.pid, code)}"
     if code:
         return f"failed: {how}: it was asked to leave before the job had begun"
-    if not worker.beats:
+    if not heard:
         return (
             f"failed: {how} without taking part in the job: with --live, the script must call "
             "resilin.init_process_group()"
