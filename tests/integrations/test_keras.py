@@ -29,6 +29,7 @@ from resilin.integrations.keras.data import sample_weights  # noqa: E402
 from resilin.integrations.keras.variables import Agreement  # noqa: E402
 from resilin.keras import Model, ReadOut, accumulate  # noqa: E402
 from tests.replicas import assert_identical, gathered  # noqa: E402
+from tests.training.data.numbered import Numbered  # noqa: E402
 
 # What Keras does to numpy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -776,3 +777,8 @@ def test_without_keras_one_sentence_says_what_to_install():
     assert done.stderr.splitlines()[-1] == (
         "ImportError: resilin.keras needs keras: pip install 'resilin[keras]'"
     )
+
+
+def test_a_stream_is_refused():
+    with pytest.raises(ValueError, match=r"Keras counts the steps of an epoch.*stream Numbered"):
+        Model(make_net(), REFERENCE).fit(resilin.AdaptiveDataLoader(Numbered(), 4))

@@ -39,6 +39,7 @@ from resilin.integrations.lightning import (  # noqa: E402
     setup,
 )
 from tests.replicas import assert_identical, gathered  # noqa: E402
+from tests.training.data.numbered import Numbered  # noqa: E402
 
 # What Lightning says of itself, of this machine, and of small datasets.
 pytestmark = [
@@ -723,3 +724,9 @@ def test_fabric_refuses_what_it_cannot_honour():
         fabric.no_backward_sync(model, enabled=True),
     ):
         pass
+
+
+def test_a_stream_is_refused():
+    trainer = make_trainer(max_epochs=1)
+    with pytest.raises(ValueError, match=r"Lightning's Trainer counts the steps.*stream Numbered"):
+        trainer.fit(Net(), resilin.AdaptiveDataLoader(Numbered(), 4))

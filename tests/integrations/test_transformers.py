@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import torch.distributed as dist
@@ -344,3 +345,11 @@ class Totals(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.seen.append(self.bar.training_bar.total)
+
+
+def test_a_stream_is_refused(tmp_path):
+    trainer, _ = make(tmp_path, max_steps=3)
+    rows = datasets.Dataset.from_dict({"x": [[1.0]] * 8}).to_iterable_dataset(num_shards=2)
+    trainer.train_dataset = rows
+    with pytest.raises(ValueError, match=r"the Trainer counts the steps of an epoch"):
+        trainer.train()
