@@ -222,7 +222,7 @@ class Passes:
         sizes = self._plans.split(plan, batch_size, training=training).micro_batches(share.slot)
         if not training:
             if job.trained is not None and job.trained.gradient.collective:
-                _check_evaluation(plan)
+                _check_evaluation(plan, counted=share.shares is None)
             # Only a step of training needs every replica in every micro-batch.
             sizes = tuple(size for size in sizes if size)
         scale = step_scale(len(span), batch_size, supply.reference.batch_size)
@@ -303,13 +303,24 @@ class Passes:
         return True
 
 
-def _check_evaluation(plan: BatchPlan) -> None:
+def _check_evaluation(plan: BatchPlan, *, counted: bool) -> None:
     """Refuses a batch that leaves a replica out while the others call a sharded model.
 
+    Args:
+        plan: The plan of the batch.
+        counted: Whether replicas have the same number of batches, since the data are counted.
+
     Raises:
-        ValueError: It has fewer samples than there are micro-batches on all replicas.
+        ValueError: It has fewer samples than there are micro-batches on all replicas, or replicas
+            have different numbers of batches.
     """
     samples, replicas = plan.global_batch_size, plan.replicas
+    if not counted and replicas > 1:
+        raise ValueError(
+            f"a sharded model cannot be evaluated on a stream by {replicas} replicas: each reads "
+            "its own shards, which have different numbers of batches, and a forward pass needs all "
+            "replicas; evaluate it on data with __len__ and __getitem__"
+        )
     if samples // replicas < plan.steps:
         raise ValueError(
             f"an evaluation batch of {samples} samples leaves out some of {replicas} replicas, in "

@@ -93,5 +93,20 @@ def plain(stream, epoch=0, seed=0, shuffle=False):
     return samples
 
 
+def seen_around(loader, expects):
+    """Samples of a pass that raises, as `expects` says, and of the next one, which does not."""
+    seen = []
+
+    def run():
+        for batch in loader:
+            seen.extend(numbers(batch))
+            loader.commit()
+
+    with expects:
+        run()
+    run()
+    return seen
+
+
 def numbers(batch):
     return [int(value) for value in batch.flatten()]

@@ -9,7 +9,7 @@ import torch
 
 import resilin
 from resilin.training.data.shards.fetching import ShardFetcher
-from tests.training.data.numbered import Numbered, numbers, plain
+from tests.training.data.numbered import Numbered, numbers, plain, seen_around
 
 
 class FailsOnce(Numbered):
@@ -35,16 +35,7 @@ def test_a_shard_that_has_failed_is_opened_again_and_nothing_is_lost(
 ):
     stream = FailsOnce(tmp_path / "failed", at)
     loader = resilin.AdaptiveDataLoader(stream, batch_size=batch_size, num_workers=workers)
-    seen = []
-
-    def run():
-        for batch in loader:
-            seen.extend(numbers(batch))
-            loader.commit()
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        run()
-    run()
+    seen = seen_around(loader, pytest.raises(OSError, match="the disk is gone"))
     assert sorted(seen) == sorted(plain(Numbered()))
 
 

@@ -14,6 +14,7 @@ from resilin.core.ramp import NoiseRamp
 from resilin.training.gradient.copies import check_live
 from resilin.training.gradient.sharding import find_sharding, refuse_offload
 from resilin.training.job import current_job
+from tests.training.data.numbered import Numbered
 from tests.training.gradient.sharded import Case, Data, adaptive, make_net, make_optimizer, shard
 
 PLAIN = Case(mesh=(2,))
@@ -141,3 +142,12 @@ def test_sizes_by_noise_under_tensor_parallelism():
     with pytest.raises(ValueError, match=r"\(ramp\) is not supported under tensor"):
         next(iter(loader))
     assert model.clock.steps == 0
+
+
+@pytest.mark.world_size(2)
+def test_an_evaluation_on_a_stream_is_refused():
+    net = fully_shard(torch.nn.Linear(1, 1).double())
+    model = resilin.AdaptiveDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model.eval()
+    with pytest.raises(ValueError, match="cannot be evaluated on a stream by 2 replicas"):
+        next(iter(resilin.AdaptiveDataLoader(Numbered(), 6)))

@@ -83,14 +83,14 @@ class ShardCursor(Cursor):
         kept = self._turns.get(self.position)
         self._turns = {position: turn} if kept is None else {self.position: kept, position: turn}
 
-    def learn(self, ends: Iterable[tuple[int, int]]) -> bool:
-        """Takes up lengths of shards; whether there were any that are new.
+    def learn(self, ends: Iterable[tuple[int, int]]) -> int:
+        """Takes up lengths of shards; returns how many of them are new.
 
         Raises:
             ValueError: A shard has ended before samples that were used already: it has other data
                 than it had.
         """
-        new = False
+        new = 0
         for shard, length in ends:
             known = int(self.lengths[shard])
             if known == length:
@@ -104,7 +104,7 @@ class ShardCursor(Cursor):
                     f"opened in one pass (pass {self.number})"
                 )
             self.lengths[shard] = length
-            new = True
+            new += 1
         return new
 
     def mark(self, bookmarks: Iterable[tuple[int, int, Json]]) -> None:

@@ -47,7 +47,7 @@ class Evaluation:
         members = self._members
         self._size = max(1, BatchPlan(batch_size, members.num_replicas).share(members.replica))
         self.fetcher.expect(self._turn.round, {})
-        new, more = True, 0
+        new, more = 1, 0
         while new:
             taken, after = self._turn.take(self._size, self._lengths)
             self._mine = taken.of(0)
@@ -58,10 +58,10 @@ class Evaluation:
                 self.fetcher.fetch(after.take(more, self._lengths)[0].of(0))
             known = self._lengths
             self._lengths = with_ends(known, self.fetcher.ends)
-            new = bool((known != self._lengths).any())
+            new = int((known != self._lengths).sum())
             if new:
                 self._ahead = self._turn
-                more = reach(known, self._lengths)
+                more = reach(new)
         start, self._turn = self._turn.position, after
         return range(start, after.position)
 
@@ -81,14 +81,17 @@ class Evaluation:
         return taken.of(0)
 
 
-def reach(before: Lengths, after: Lengths) -> int:
+def reach(new: int) -> int:
     """Number of samples to look for beyond a step that has met new ends.
 
     Shards of one length end together. If a step were planned again for each batch of them, V shards
     would take V / B plans, each of which passes over all ends; twice as many ends each time are
     soon all of them. As many samples as that, at most, are here before their step.
+
+    Args:
+        new: Number of ends.
     """
-    return 2 * int((before != after).sum())
+    return 2 * new
 
 
 def with_ends(lengths: Lengths, ends: dict[int, int]) -> Lengths:

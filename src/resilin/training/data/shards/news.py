@@ -34,11 +34,11 @@ class News:
         """Members, or the cursor, have changed: what one knows, another may not know."""
         self._num, self._complete, self._told = 0, False, None
 
-    def tell(self, cursor: ShardCursor, fetcher: ShardFetcher) -> bool | None:
+    def tell(self, cursor: ShardCursor, fetcher: ShardFetcher) -> int | None:
         """Tells and hears what is new.
 
         Returns:
-            Whether a shard has ended that all believed to continue; None if a replica was lost
+            How many shards have ended that all believed to continue; None if a replica was lost
             meanwhile.
         """
         ends: list[Pair] = []
@@ -60,7 +60,7 @@ class News:
             return None  # the next generation tells it all again
         self._complete, self._told = True, met
         if everyone is None:
-            return False
+            return 0
         for _, _, theirs in everyone:
             cursor.mark(map(tuple, theirs))
         return cursor.learn((shard, length) for _, told, _ in everyone for shard, length in told)

@@ -120,7 +120,7 @@ class StreamSupply:
         turn = cursor.turn(current.position)
         self.fetcher.begin(cursor.number)
         self.fetcher.expect(turn.round, cursor.bookmarks)
-        new: bool | None = True
+        new: int | None = 1
         more = 0
         while new:
             taken, after = turn.take(batch_size, cursor.lengths, members.num_replicas)
@@ -130,11 +130,10 @@ class StreamSupply:
             if more:
                 beyond, _ = after.take(more, cursor.lengths, members.num_replicas)
                 self.fetcher.fetch(beyond.of(members.replica))
-            known = cursor.lengths.copy()
             new = self._news.tell(cursor, self.fetcher)
             if new:
                 self._ahead = None
-                more = reach(known, cursor.lengths)
+                more = reach(new)
         if new is None:
             return None
         if len(taken) < (batch_size if self._drops else 1):
