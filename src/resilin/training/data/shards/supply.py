@@ -64,6 +64,7 @@ class StreamSupply:
         self._drops = order.tail == "drop"
         self._plans = plans
         self._options = dataloader_kwargs
+        self._engine = engine
         self._news = News(engine)
         self.fetcher = ShardFetcher(stream, self.order, self._next, dataloader_kwargs)
         """Samples that are fetched ahead."""
@@ -83,7 +84,8 @@ class StreamSupply:
         assert isinstance(cursor, ShardCursor)
         if cursor.num_loads != self._told:
             self._told = cursor.num_loads
-            self._tell_cost(cursor)
+            if self._engine.membership.is_first:
+                self._tell_cost(cursor)
 
     def _tell_cost(self, cursor: ShardCursor) -> None:
         """Tells what it costs to come back to where a saved pass was, before it is paid."""
