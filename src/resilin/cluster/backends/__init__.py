@@ -1,0 +1,1 @@
+"""Schedulers that start and stop the parts of jobs: five calls each."""

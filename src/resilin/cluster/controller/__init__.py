@@ -1,0 +1,1 @@
+"""The process that carries decisions out, and its journal."""

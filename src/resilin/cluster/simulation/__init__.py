@@ -1,0 +1,1 @@
+"""Recorded workloads, run through a policy without any machine."""
