@@ -54,7 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run this machine's part of the job until it is over.
 
     Returns:
-        0 if the job finished, 1 if it failed, 128 + N if signal N stopped it.
+        0 if the job finished, 1 if it failed, 2 if it cannot be started as asked, 128 + N if signal
+        N stopped it.
     """
     ours = parser()
     args = ours.parse_args(arguments)
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         preflight.check(args)
     except (OSError, ValueError, ImportError) as error:
         say(told(error))
-        return 1
+        return 2
     # A limit that the user sets is obeyed exactly; the default only bounds a long series of faults.
     bound = args.max_restarts is None
     args.max_restarts = MAX_RESTARTS if bound else args.max_restarts
