@@ -161,9 +161,12 @@ tell("start")
 sys.exit(3)
 """
     options = ["--max-restarts", "1", "--memory-dir", tmp_path / "memory", "--rdzv-id", "job7"]
-    status, lines = ends(job(code, *options, RESILIN_LOG="WARNING"))
+    run_dir = {environment.RUN_DIR: str(tmp_path / "run")}
+    status, lines = ends(job(code, *options, RESILIN_LOG="WARNING", **run_dir))
     assert status == 1
     assert sum("exited with code 3" in line for line in lines) == 2
+    end = list(read_events(tmp_path / "run"))[-1]
+    assert (end.kind, end.detail) == ("gave_up", "after 1 restart (--max-restarts 1)")
     assert lines[-2] == "resilin: gave up after 1 restart (--max-restarts 1)"
     assert (
         f"kept the latest state in {tmp_path}/memory/job7: resume with --rdzv-id job7" in lines[-1]

@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous import (
 from resilin.cli import preflight, warm
 from resilin.cli.agent import ReportingAgent
 from resilin.cli.errors import GaveUp, ScriptNotLive, say, told
+from resilin.cli.faults import record
 from resilin.cli.hang import Watchdog
 from resilin.cli.memory import MemoryDirectory
 from resilin.cli.options import complete, hang_timeout, meeting, parser, stop_signals
@@ -87,11 +88,13 @@ def main(arguments: Sequence[str]) -> int:
         code = 0
     except SignalException as stop:
         say(f"stopped by {stop.sigval.name}")
+        record("stopped", f"by {stop.sigval.name}")
         code = 128 + stop.sigval
     except ChildFailedError:
         pass  # the agent has reported it
     except GaveUp as reason:
         say(str(reason))
+        record("gave_up", str(reason))
     except RendezvousClosedError:
         say(f"job {args.rdzv_id} is closed: it finished or failed on another machine")
     except RendezvousConnectionError:

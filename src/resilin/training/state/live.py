@@ -280,7 +280,7 @@ def _in_words(before: Sequence[str], now: Sequence[str], healing: Healing) -> st
 
 
 def _healed(before: Sequence[str], now: Sequence[str], healing: Healing) -> str:
-    """Who was given the state of the others, though it was a member before; empty for nobody."""
+    """Names of former members that were given the state of the others; empty for none."""
     names = [now[replica] for replica in healing.lacking if now[replica] in before]
     return f"{', '.join(names)} had lost a step" if names else ""
 
