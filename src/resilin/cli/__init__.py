@@ -34,6 +34,7 @@ GROUPS = {
     },
     "prepare a machine": {
         "doctor": "check whether this machine can take part in a job",
+        "clean": "show and remove states that jobs have left in memory",
         "store": "serve the rendezvous of jobs on a machine that stays up",
         "completion": "print the shell completion script for this command",
     },

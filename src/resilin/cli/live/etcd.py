@@ -233,7 +233,7 @@ class EtcdKeeper:
         while True:
             try:
                 return call()
-            except Away:  # noqa: PERF203
+            except Away:
                 self._pause()
 
     def _be_over(self, reason: str) -> None:
@@ -443,7 +443,7 @@ def _begin(renew: Callable[[], None], read: Callable[[], int], patience: float) 
         try:
             renew()
             return read()
-        except Away:  # noqa: PERF203
+        except Away:
             if time.monotonic() > deadline:
                 raise
             time.sleep(_RETRY)
