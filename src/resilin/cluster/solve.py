@@ -29,8 +29,12 @@ def price(problem: Problem) -> Solution:
     Raises:
         ValueError: The smallest columns that may be chosen exceed the capacity.
     """
+    num_kinds = len(problem.capacity)
+    if not num_kinds or not len(problem.values):
+        nothing = np.zeros(len(problem.values), dtype=np.int64)
+        surcharge = np.zeros(len(problem.limits))
+        return Solution(choice=nothing, prices=np.zeros(num_kinds), surcharge=surcharge)
     work = fitting(problem)
-    num_kinds = len(work.capacity)
     surcharge = _surcharges(work)
     floor = _row_floor(work, surcharge)
     high = _highest(work.values, work.sizes)
