@@ -9,8 +9,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from resilin.cluster.finish import fill, polish, program, repair
-from resilin.cluster.problem import Problem, Solution, fitting, of_rows, used
+from resilin.cluster.problem import (
+    Problem,
+    Solution,
+    fill,
+    fitting,
+    of_rows,
+    polish,
+    program,
+    repair,
+    used,
+)
 from resilin.cluster.table import Floats, Ints
 
 SWEEPS = 12
