@@ -9,7 +9,6 @@ import numpy as np
 
 from resilin.cluster.table import Floats, Ints
 
-
 CORE_JOBS = 32
 """Jobs that are decided again exactly after the price is found."""
 CORE_SIZE = 4096
