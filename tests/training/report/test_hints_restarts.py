@@ -65,15 +65,16 @@ def test_a_live_change_is_measured_and_whoever_is_replica_0_reports(tmp_path, se
         monkeypatch.setenv(name, value)
     faults = [{"member": 0, "at": "backward", "step": 13}]
     run(tmp_path, {"faults": faults, "epochs": 6})
-    before = [each for each in server.hints if each.replicas == 3]
-    after = [each for each in server.hints if each.replicas == 2]
-    assert before
+    first = server.hints[0]
+    before = [each for each in server.hints if each.generation == first.generation]
+    after = [each for each in server.hints if each.generation > first.generation]
     assert {each.rescale_seconds for each in before} == {None}
     assert after
-    assert after[-1].rescale_seconds is not None
-    assert after[-1].rescale_seconds < 100
-    assert after[-1].generation > before[-1].generation
-    assert (after[-1].steps, after[-1].profiled) == (60, 3)
+    # The launcher replaces the lost member, which is one more change.
+    assert all(0 <= each.rescale_seconds < 100 for each in after)
+    last = server.hints[-1]
+    assert (last.steps, last.profiled, last.total) == (60, 3, 60.0)
+    assert last.generation == max(each.generation for each in server.hints)
 
 
 @pytest.mark.world_size(2)
