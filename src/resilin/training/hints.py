@@ -57,8 +57,7 @@ def step_begins(job: Job, measured: Measured) -> None:
     trained = job.trained
     measured.step_begins(None if trained is None else trained.gradient.sync.seconds())
     if job.reporter is not None and job.engine.membership.is_first and job.clock.steps:
-        generation = job.engine.membership.generation
-        job.reporter.between_steps(measured, generation, lambda: describe(job))
+        job.reporter.between_steps(measured, lambda: describe(job))
 
 
 def committed(job: Job, measured: Measured, plan: BatchPlan | None) -> None:
