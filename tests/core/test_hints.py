@@ -1,10 +1,12 @@
 """Hints of a job: what a scheduler writes and reads, without torch."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -264,6 +266,17 @@ def test_version_1_is_read_as_a_job_that_says_less():
 def test_a_text_that_is_no_hint_is_an_error_of_hints(text, message):
     with pytest.raises(HintsError, match=message):
         JobHints.parse(text)
+
+
+def test_the_record_on_the_page_is_one_and_has_all_fields():
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "hints.md").read_text()
+    (text,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    shown = JobHints.parse(text)
+    assert shown.to_json() == json.loads(text)
+    names = {".".join(path) for path in places(shown.to_json())}
+    assert names >= {".".join(path) for path in places(HINTS.to_json())}
+    (answer,) = re.findall(r'`(\{"replicas": .*?\})`', page, re.DOTALL)
+    assert Answer.parse(answer).menu["a100"][-1] == (8, 2)
 
 
 # A table over the menu --------------------------------------------------------------------------

@@ -56,9 +56,10 @@ def step_begins(job: Job, measured: Measured) -> None:
     """Measures the step before this one, and reports if that is due."""
     trained = job.trained
     measured.step_begins(None if trained is None else trained.gradient.sync.seconds())
-    if job.reporter is not None and job.engine.membership.is_first and job.clock.steps:
-        generation = job.engine.membership.generation
-        job.reporter.between_steps(measured, generation, lambda: describe(job))
+    me = job.engine.membership
+    # The first step after a change shows what the change has cost.
+    if job.reporter is not None and me.is_first and measured.generation == me.generation:
+        job.reporter.between_steps(measured, lambda: describe(job))
 
 
 def committed(job: Job, measured: Measured, plan: BatchPlan | None) -> None:

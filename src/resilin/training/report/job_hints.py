@@ -26,9 +26,9 @@ class Sources:
     """The parts of a job that its hints are made of."""
 
     engine: Engine
-    """Who is in the job."""
+    """The engine, which knows the members."""
     timeline: Timeline
-    """How far it has come."""
+    """Progress of the job."""
     sizes: BatchSizes | None
     """Batch sizes of the loader that trains; None if that is not one of resilin's."""
     scale: float
@@ -36,7 +36,7 @@ class Sources:
     noise: Noise | None
     """Noise of the gradient, per sample; None until it was measured."""
     measured: Measured
-    """What the job has measured."""
+    """The measurements of the job."""
 
 
 def job_hints(sources: Sources) -> JobHints:

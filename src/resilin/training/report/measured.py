@@ -77,6 +77,11 @@ class Measured:
         return self.profiles.get(self.kind, StepProfile())
 
     @property
+    def generation(self) -> int | None:
+        """Generation that has committed the last step; None before the first one."""
+        return None if self._last is None else self._last.generation
+
+    @property
     def rescale_seconds(self) -> float | None:
         """Usual time without training when replicas change; None before the first change."""
         return statistics.median(self.changes) if self.changes else None
