@@ -1,4 +1,4 @@
-"""The requests of users and jobs, without HTTP: each checks what it is given, and writes it down."""
+"""Requests of users and jobs, without HTTP: each is checked and written down."""
 
 from __future__ import annotations
 

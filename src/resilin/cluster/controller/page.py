@@ -41,13 +41,14 @@ def page(state: State, policy: str, now: float, troubles: Iterable[str]) -> str:
     ]
     present = [(view, why) for view, why in rows if view["ended"] is None]
     over = [(view, why) for view, why in rows if view["ended"] is not None][-20:][::-1]
+    number = 0 if state.decision is None else state.decision.generation
     price = {} if state.decision is None else state.decision.prices
     prices = ", ".join(f"{_(kind)} {value:.3g}" for kind, value in price.items())
     return (
         "<!doctype html><html lang=en><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width'><meta http-equiv=refresh content=10>"
-        f"<title>{_(state.cluster)}</title><style>{STYLE}</style><h1>Cluster {_(state.cluster)}</h1>"
-        f"<p>Policy <b>{_(policy)}</b>, decision {state.decision.generation if state.decision else 0}"
+        f"<title>{_(state.cluster)}</title><style>{STYLE}</style>"
+        f"<h1>Cluster {_(state.cluster)}</h1><p>Policy <b>{_(policy)}</b>, decision {number}"
         f"{f'; price of an accelerator: {prices}' if prices else ''}.</p>"
         + "".join(f"<p class=trouble>{_(text)}</p>" for text in sorted(troubles))
         + "<h2>Jobs</h2>"

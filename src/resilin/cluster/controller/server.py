@@ -165,14 +165,14 @@ class Handler(BaseHTTPRequestHandler):
             ("GET", "jobs"): lambda: self._json(HTTPStatus.OK, api.jobs()),
             ("POST", "jobs"): lambda: self._submit(body),
             ("GET", "jobs", "*"): lambda job: self._json(HTTPStatus.OK, api.job(job)),
-            ("DELETE", "jobs", "*"): lambda job: self._done(api.cancel(job)),
+            ("DELETE", "jobs", "*"): lambda job: self._done(api.cancel, job),
             ("GET", "jobs", "*", "why"): lambda job: self._json(HTTPStatus.OK, api.why(job)),
             ("PUT", "jobs", "*", "hints"): lambda job: self._json(
                 HTTPStatus.OK, api.hint(job, parse(body))
             ),
             ("GET", "nodes"): lambda: self._json(HTTPStatus.OK, api.nodes()),
             ("POST", "nodes", "*", "drain"): lambda node: self._drain(node, body),
-            ("DELETE", "nodes", "*", "drain"): lambda node: self._done(api.undrain(node)),
+            ("DELETE", "nodes", "*", "drain"): lambda node: self._done(api.undrain, node),
         }
         named = len(path) > 1
         found = routes.get((method, *(("*" if i == 1 else each) for i, each in enumerate(path))))
@@ -190,7 +190,7 @@ class Handler(BaseHTTPRequestHandler):
         told = parse(body) if body else {}
         if not isinstance(told, dict) or set(told) - {"at"}:
             raise ValueError('the body must be an object with "at", or empty')
-        self._done(self.server.api.drain(node, told.get("at")))
+        self._done(self.server.api.drain, node, told.get("at"))
 
     def _page(self) -> None:
         controller = self.server.api.controller
@@ -205,7 +205,8 @@ class Handler(BaseHTTPRequestHandler):
         text = metrics(controller.state, time.time(), len(controller.troubles))
         self._send("text/plain; version=0.0.4; charset=utf-8", text.encode())
 
-    def _done(self, _: None) -> None:
+    def _done(self, do: Callable[..., None], *given: Any) -> None:
+        do(*given)
         self._json(HTTPStatus.OK, {})
 
     def _json(self, status: HTTPStatus, value: Any) -> None:
