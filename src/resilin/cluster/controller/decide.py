@@ -92,7 +92,7 @@ def decide(draft: Draft, nodes: Sequence[Node], policy: Policy, rules: Rules) ->
 def _because(jobs: Sequence[Job], nodes: Sequence[Node], policy: Policy) -> str:
     """A short name of what calls for a decision when it changes."""
     seen = [policy.name]
-    seen += [f"{job.spec.id} {job.hints is not None}" for job in jobs]
+    seen += [f"{job.spec.id} {bool((job.hints or {}).get('goodput'))}" for job in jobs]
     seen += [f"{n.name} {n.accelerators} {n.kind} {n.leaves}" for n in nodes]
     return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:16]
 

@@ -37,18 +37,18 @@ class Server(ThreadingHTTPServer):
 
     Args:
         address: Host and port; port 0 takes any.
-        api: What it serves.
         certificate: Certificate and key files, for TLS; None serves plain HTTP.
     """
 
     daemon_threads = True
     request_queue_size = 128
 
+    api: Api
+    """What it serves; to be set before it does."""
+
     def __init__(
-        self, address: tuple[str, int], api: Api, certificate: tuple[str, str] | None = None
+        self, address: tuple[str, int], certificate: tuple[str, str] | None = None
     ) -> None:
-        self.api = api
-        """What it serves."""
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         super().__init__(address, Handler)
