@@ -38,7 +38,7 @@ class Conflict(ValueError):
 
 
 class Api:
-    """What users and jobs can ask of a controller."""
+    """Requests of users and jobs to a controller."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
@@ -127,7 +127,7 @@ class Api:
         }
 
     def why(self, name: str) -> dict[str, Any]:
-        """Why a job has its size."""
+        """The reason for the size of a job."""
         state = self._controller.state
         job = _find(state, name)
         return why_view(state, job, state.by_job().get(name, []), time.time())

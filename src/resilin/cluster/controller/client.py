@@ -58,7 +58,7 @@ class Client:
         return found
 
     def why(self, name: str) -> dict[str, Any]:
-        """Why a job has its size."""
+        """The reason for the size of a job."""
         found: dict[str, Any] = self._ask("GET", f"jobs/{quote(name, safe='')}/why")
         return found
 

@@ -98,7 +98,7 @@ def _because(jobs: Sequence[Job], nodes: Sequence[Node], policy: Policy) -> str:
 
 
 def _left(before: Allocation | None, job: Job, nodes: Sequence[Node]) -> Allocation | None:
-    """What is left of an allocation on these nodes; None if it is too little to run."""
+    """The rest of an allocation on these nodes; None if it is too little to run."""
     if before is None:
         return None
     most = {node.name: node.accelerators for node in nodes if node.kind == before.kind}

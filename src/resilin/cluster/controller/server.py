@@ -44,7 +44,7 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     api: Api
-    """What it serves; to be set before it does."""
+    """The requests that it serves; to be set before it does."""
 
     def __init__(
         self, address: tuple[str, int], certificate: tuple[str, str] | None = None

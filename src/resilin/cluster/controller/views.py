@@ -68,7 +68,7 @@ def nodes_view(state: State) -> list[dict[str, Any]]:
 
 
 def why_view(state: State, job: Job, parts: Sequence[PartRecord], now: float) -> dict[str, Any]:
-    """Why a job has its size: two numbers and a comparison, if the policy has them."""
+    """The reason for the size of a job: two numbers and a comparison, if the policy has them."""
     phase = state.phase(job, parts)
     reason = state.reason(job.spec.id) if job.active else None
     wanted = state.wanted.get(job.spec.id) if job.active else None
