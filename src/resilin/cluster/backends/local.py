@@ -90,7 +90,7 @@ class LocalBackend:
             each.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def detect(self) -> str | None:
-        """Why it cannot be used here; None if it can."""
+        """The reason why it cannot be used here; None if it can."""
         return None if os.name == "posix" else "local parts need signals of POSIX"
 
     def nodes(self) -> tuple[Node, ...]:

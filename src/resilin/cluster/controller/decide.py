@@ -92,13 +92,13 @@ def decide(draft: Draft, nodes: Sequence[Node], policy: Policy, rules: Rules) ->
 def _because(jobs: Sequence[Job], nodes: Sequence[Node], policy: Policy) -> str:
     """A short name of what calls for a decision when it changes."""
     seen = [policy.name]
-    seen += [f"{job.spec.id} {job.hints is not None}" for job in jobs]
+    seen += [f"{job.spec.id} {bool((job.hints or {}).get('goodput'))}" for job in jobs]
     seen += [f"{n.name} {n.accelerators} {n.kind} {n.leaves}" for n in nodes]
     return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:16]
 
 
 def _left(before: Allocation | None, job: Job, nodes: Sequence[Node]) -> Allocation | None:
-    """What is left of an allocation on these nodes; None if it is too little to run."""
+    """The rest of an allocation on these nodes; None if it is too little to run."""
     if before is None:
         return None
     most = {node.name: node.accelerators for node in nodes if node.kind == before.kind}

@@ -36,10 +36,10 @@ def job_status(
             # Goodput counts reference samples, progress counts reference steps.
             "done": hints.progress * hints.reference,
             "total": None if hints.total is None else hints.total * hints.reference,
-            "rescale_seconds": getattr(hints, "rescale_seconds", None) or RESCALE_SECONDS,
+            "rescale_seconds": _or(hints.rescale_seconds, RESCALE_SECONDS),
             "stale": job.hinted is not None and now - job.hinted > rules.stale,
         }
-    profiled = max(job.profiled, getattr(hints, "profiled", 0))
+    profiled = max(job.profiled, 0 if hints is None else hints.profiled)
     running = sum(
         part.accelerators * max(0.0, now - part.began) for part in parts if part.began is not None
     )
@@ -53,6 +53,10 @@ def job_status(
         changed=job.changed,
         **facts,
     )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 def read_hints(told: Mapping[str, Any] | None) -> JobHints | None:
@@ -70,6 +74,6 @@ def speeds(hints: JobHints) -> tuple[Speeds, ...]:
     """Goodput of the job at the sizes that it was offered, for each kind it was measured on."""
     return tuple(
         Speeds(kind=table.kind, sizes=table.sizes, goodput=table.goodput)
-        for table in getattr(hints, "tables", ())
+        for table in hints.tables
         if table.sizes
     )

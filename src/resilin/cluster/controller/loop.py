@@ -121,16 +121,20 @@ class Controller:
             self._journal.append(taken.records, sync=sync)
             state = self.state
         troubles += taken.troubles
-        for act in taken.acts:
-            try:
-                self._do(act, state)
-            except BackendError as error:
-                troubles.append(str(error))
+        troubles += [failed for act in taken.acts if (failed := self._try(act, state))]
         self._report(troubles)
 
     def _announce(self, met: r.Met) -> None:
         with self._lock:
             self._journal.append([met])
+
+    def _try(self, act: Act, state: State) -> str:
+        """Carry out an act; returns why that was not possible, else an empty text."""
+        try:
+            self._do(act, state)
+        except BackendError as error:
+            return str(error)
+        return ""
 
     def _do(self, act: Act, state: State) -> None:
         """Carry out an act, unless that was done a moment ago."""

@@ -20,7 +20,7 @@ FINISHED, FAILED, CANCELLED = "finished", "failed", "cancelled"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How to start the script of a job."""
+    """The command of a job."""
 
     script: tuple[str, ...]
     """Script and its arguments, as after the options of `resilin run`."""
@@ -59,7 +59,7 @@ class Met(Record):
     endpoint: str
     """`HOST:PORT`."""
     number: int
-    """How many there have been: names its process."""
+    """Its number, which names its process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Submitted(Record):
     spec: JobSpec
     """The wishes of the user."""
     launch: Launch
-    """How to start it."""
+    """Its command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +125,11 @@ class Decided(Record):
     generation: int
     """Number of the decision."""
     because: str
-    """What it saw: jobs and nodes; a change of it calls for the next decision."""
+    """Digest of jobs and nodes: a change of it calls for the next decision."""
     wanted: Mapping[str, Allocation]
     """Allocation of each job that is to run."""
     reasons: Mapping[str, Reason] = field(default_factory=dict)
-    """Why, by job."""
+    """Reasons, by job."""
     prices: Mapping[str, float] = field(default_factory=dict)
     """Price of an accelerator of each kind."""
     memory: Mapping[str, Any] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class Asked(Record):
     name: str
     """Its name."""
     why: str
-    """Why, in a few words."""
+    """The reason, in a few words."""
     now: bool = False
     """Whether it is ended without a chance to save."""
 
@@ -197,7 +197,7 @@ class Ended(Record):
     code: int | None
     """Its exit code; None if nobody knows."""
     why: str
-    """How, in a few words."""
+    """The end, in a few words."""
     sure: bool = True
     """Whether the backend said so; else it has not listed the part for long."""
 
@@ -213,7 +213,7 @@ class Stumbled(Record):
     retry: float
     """When it may be started again."""
     why: str
-    """How it ended, and where its output is."""
+    """The end of its part, and the file with its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

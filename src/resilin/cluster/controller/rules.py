@@ -14,7 +14,7 @@ from resilin.core import _validate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Limits, in seconds if nothing else is said."""
+    """Limits, in seconds, except for numbers of failures."""
 
     interval: float = 60.0
     """Longest time between two decisions; events cause more."""

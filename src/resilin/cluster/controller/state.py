@@ -35,7 +35,7 @@ class Job:
     spec: JobSpec
     """The wishes of its user."""
     launch: r.Launch
-    """How to start it."""
+    """Its command."""
     life: int = 0
     """Number of its rendezvous; 0 before the first."""
     parts: int = 0
@@ -47,11 +47,11 @@ class Job:
     cancelled: bool = False
     """Whether its user asked to end it."""
     outcome: str | None = None
-    """How it ended; None while it has not."""
+    """Its end; None while it has not ended."""
     ended: float | None = None
     """When it ended."""
     why: str = ""
-    """How it ended, or why it was started again last."""
+    """The reason of its end, or of its last new start."""
     failures: int = 0
     """Failures since it last made progress."""
     mark: float = -1.0
@@ -63,7 +63,7 @@ class Job:
     hinted: float | None = None
     """When they came."""
     restarts: int = 0
-    """How often its allocation has changed since its first start."""
+    """Changes of its allocation since its first start."""
     profiled: int = 0
     """Largest size it has run at."""
     served: float = 0.0
@@ -111,7 +111,7 @@ class PartRecord:
     asked: float | None = None
     """When it was asked to leave."""
     why: str = ""
-    """Why it was asked."""
+    """The reason for that."""
     now: bool = False
     """Whether it was asked to end at once."""
 
@@ -145,7 +145,7 @@ class Meeting:
     endpoint: str
     """`HOST:PORT`."""
     number: int
-    """Which one it is."""
+    """Its number."""
     since: float
     """When it was started."""
 
@@ -194,5 +194,5 @@ class State:
         return Phase.RUNNING if parts else Phase.WAITING
 
     def reason(self, job: str) -> Reason | None:
-        """Why the policy gave a job its size, if it says so."""
+        """The reason that the policy gives for the size of a job; None if it gives none."""
         return None if self.decision is None else self.decision.reasons.get(job)

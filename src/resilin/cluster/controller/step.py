@@ -18,7 +18,7 @@ from resilin.cluster.node import Node
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What has to be done, in this order."""
+    """Everything that has to be done, in this order."""
 
     records: tuple[Record, ...]
     """To be written to the journal, and to disk, before anything is done."""
