@@ -14,11 +14,11 @@ class Stretch(NamedTuple):
     """A time during which a job had one allocation."""
 
     start: float
-    """When it began, in seconds."""
+    """Time at which it began, in seconds."""
     end: float
-    """When it ended."""
+    """Time at which it ended."""
     allocation: Allocation
-    """What the job had."""
+    """Accelerators that the job had."""
 
 
 class Costs(NamedTuple):

@@ -27,7 +27,7 @@ End = Literal["known", "unknown", "wrong"]
 ENDS: tuple[End, ...] = ("known", "unknown", "wrong")
 """Values of `End`."""
 NATURE: Mapping[str, Adapts] = {"fifo": "nothing", "tiresias": "nothing", "optimus": "size"}
-"""What jobs adapt under policies that cannot make use of more."""
+"""Parts of jobs that change, under policies that cannot make use of more."""
 STUCK = 7 * 86400.0
 """Seconds without any accelerator in use after which a simulation is given up."""
 
@@ -54,7 +54,7 @@ class Settings:
     rescale_seconds: float = 30.0
     """Seconds that a change of size or nodes of a running job takes."""
     end: End = "known"
-    """What jobs know of their end."""
+    """Knowledge that jobs have of their end."""
     error: float = 0.5
     """Standard deviation of the log of a declared end that is `wrong`."""
     seed: int = 0
@@ -66,7 +66,7 @@ class Settings:
     quotas: Mapping[str, Quota] | None = None
     """Quotas by tenant."""
     adapts: Adapts | None = None
-    """What of a job may change; None means what the policy can make use of."""
+    """Parts of a job that may change; None means those that the policy can make use of."""
 
     def __post_init__(self) -> None:
         _validate.real("interval", self.interval, above=0)
@@ -85,22 +85,22 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How it went for one job."""
+    """Times of one job."""
 
     id: str
     """Name of the job."""
     submitted: float
-    """When it was submitted, in seconds."""
+    """Time of its submission, in seconds."""
     started: float
-    """When it first had accelerators."""
+    """Time at which it first had accelerators."""
     finished: float
-    """When it finished."""
+    """Time at which it finished."""
     restarts: int
-    """How often its allocation changed after the first start."""
+    """Changes of its allocation after the first start."""
     served: float
     """Accelerator-seconds it had."""
     stretches: tuple[Stretch, ...]
-    """When it had what."""
+    """Its allocations over time."""
 
     @property
     def seconds(self) -> float:
@@ -119,7 +119,7 @@ class Result:
     capacity: float
     """Accelerator-seconds that were there from the first submission to the last end."""
     decisions: int
-    """How often the policy decided."""
+    """Number of decisions."""
 
 
 def simulate(
