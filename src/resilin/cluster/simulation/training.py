@@ -23,6 +23,8 @@ from resilin.core.noise import Noise
 from resilin.core.plan import BatchBounds
 from resilin.core.throughput import Floats, ThroughputModel
 
+HYSTERESIS = 0.05
+"""Gain of goodput that a job changes its batch for, as `core.tuner` has it."""
 _EDGE = 1e-8
 """Tolerance of divisions that are rounded up."""
 
@@ -100,6 +102,7 @@ class RecordedTraining:
         self._noise: Noise | None = None
         self._profile: dict[tuple[int, int, int], StepTime] = {}
         self._fitted = _Fitted()
+        self._choice: dict[int, int] = {}  # index of the batch, by the replicas it is for
 
     @property
     def profiled(self) -> int:
@@ -203,6 +206,10 @@ class RecordedTraining:
             candidates = _candidates(app, None, (replicas,))
             values = self._fit().goodput(candidates, self._noise, (len(self._counts),))[0]
             best = int(values.argmax())
+            last = self._choice.get(replicas, best)
+            if values[best] < (1 + HYSTERESIS) * values[last]:
+                best = last
+            self._choice = {replicas: best}
             batch, local, steps = (
                 int(column[0, best])
                 for column in (candidates.sizes, candidates.local_bsz, candidates.steps)
