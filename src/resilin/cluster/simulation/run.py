@@ -14,10 +14,11 @@ from typing import Any, Literal
 import numpy as np
 
 from resilin.cluster.decision import ClusterStatus, Decision, Policy, Quota
+from resilin.cluster.menu import sizes
 from resilin.cluster.node import Node, free
 from resilin.cluster.simulation.jobs import Costs, SimulatedJob, Stretch
 from resilin.cluster.simulation.nodes import Fleet
-from resilin.cluster.simulation.training import Menu
+from resilin.cluster.simulation.training import Offer
 from resilin.cluster.simulation.workload import ADAPTS, Adapts, Submission
 from resilin.core import _validate
 from resilin.core.trace import CapacityTrace
@@ -160,7 +161,7 @@ class _Run:
             notice=settings.notice,
             seed=settings.seed,
         )
-        self._menus = _menus(settings, adapts)
+        self._offers = _offers(settings, adapts)
         self._memory: Mapping[str, Any] = {}
         self._capacity = 0.0
         self._decisions = 0
@@ -210,7 +211,7 @@ class _Run:
         status = ClusterStatus(
             now=now,
             nodes=nodes,
-            jobs=tuple(job.status(self._menus, names) for job in jobs),
+            jobs=tuple(job.status(self._offers, names) for job in jobs),
             quotas=self._settings.quotas or {},
         )
         decision = self._policy.decide(status, self._memory)
@@ -221,13 +222,13 @@ class _Run:
             job.reallocate(now, decision.allocations.get(job.spec.id))
 
 
-def _menus(settings: Settings, adapts: Adapts) -> tuple[Menu, ...]:
+def _offers(settings: Settings, adapts: Adapts) -> tuple[Offer, ...]:
     """Sizes that policies are told the speed of."""
     if adapts == "nothing":
         return ()
-    if adapts == "size":
-        return (Menu.dense("gpu", settings.per_node, settings.nodes * settings.per_node),)
-    return (Menu.whole("gpu", settings.per_node, settings.nodes),)
+    most = settings.nodes * settings.per_node
+    offered = range(1, most + 1) if adapts == "size" else sizes(settings.per_node, most)
+    return (Offer.of("gpu", offered, settings.per_node),)
 
 
 def _declared(settings: Settings, index: int, total: float) -> float | None:
