@@ -18,7 +18,7 @@ from resilin.cluster.simulation.applications import MOST_REPLICAS, Application, 
 from resilin.cluster.simulation.training import GivenTraining, RecordedTraining, Training
 
 Adapts = Literal["nothing", "size", "all"]
-"""What of a job may change: nothing (size and batch as submitted), its size (the batch is as
+"""Parts of a job that may change: nothing (size and batch as submitted), its size (the batch is as
 submitted, and the policy is told true step times), or its size and batch."""
 ADAPTS: tuple[Adapts, ...] = ("nothing", "size", "all")
 """Values of `Adapts`."""
