@@ -198,6 +198,7 @@ class Ledger:
 
     def used(self) -> dict[str, int]:
         """Accelerators that parts of this cluster use, by the id of the node."""
+        self._look()
         used: dict[str, int] = {}
         for entry in self._entries.values():
             if entry.group is not None:
