@@ -6,6 +6,7 @@ command of a part is a process of its own beside the actor (`guard`), and ends w
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -74,13 +75,9 @@ class RayBackend:
 
     def start(self, part: Part) -> None:
         """Start a part. One of this name that exists, or has existed, is left alone."""
-        ray = self._connect()
-        ids = {node_name(node): node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        if part.node not in ids:
-            raise BackendError(
-                f"{part.name} cannot start on {part.node}: Ray has {', '.join(ids) or 'no nodes'}"
-            )
-        self._ask("start", part, ids[part.node])
+        refused: str | None = self._ask("start", part)
+        if refused is not None:
+            raise BackendError(refused)
 
     def stop(self, name: str, grace: float) -> None:
         """Ask a part to save and leave, and end it after `grace` seconds; 0 ends it now."""
@@ -148,7 +145,12 @@ class RayBackend:
         if not ray.is_initialized():
             self._ledger = None
             try:
-                ray.init(address=self._address, namespace=self._namespace, log_to_driver=False)
+                ray.init(
+                    address=self._address,
+                    namespace=self._namespace,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                )
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise BackendError(f"no Ray at {self._address}: {error}") from error
         return ray

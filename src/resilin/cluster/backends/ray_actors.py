@@ -120,19 +120,23 @@ class Ledger:
         self._entries: dict[str, Entry] = {}
         self._adopt()
 
-    def start(self, part: Part, node_id: str) -> None:
-        """Start a part on a node, unless there is or was one of this name.
+    def start(self, part: Part) -> str | None:
+        """Start a part, unless there is or was one of this name.
 
-        Args:
-            part: The part.
-            node_id: Id of its node.
+        Returns:
+            Why it cannot be started; None if it is.
         """
-        import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if part.name in self._entries:
-            return
+            return None
+        ray: Any = import_module("ray")
+        ids = {node_name(node): node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        if part.node not in ids:
+            there = ", ".join(sorted(ids)) or "no nodes"
+            return f"{part.name} cannot start on {part.node}: Ray has {there}"
+        node_id = ids[part.node]
         resources = {self._resource: float(part.accelerators)}
         group = placement_group(
             [resources],
@@ -163,6 +167,7 @@ class Ledger:
             actor=actor,
             group=group,
         )
+        return None
 
     def stop(self, name: str, grace: float) -> None:
         """Ask a part to save and leave, and see that it ends after `grace` seconds."""
@@ -193,6 +198,7 @@ class Ledger:
 
     def used(self) -> dict[str, int]:
         """Accelerators that parts of this cluster use, by the id of the node."""
+        self._look()
         used: dict[str, int] = {}
         for entry in self._entries.values():
             if entry.group is not None:
