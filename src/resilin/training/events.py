@@ -59,6 +59,6 @@ class Events:
         for listener in tuple(self.listeners):
             try:
                 listener(event)
-            except Exception:
+            except Exception:  # noqa: PERF203
                 logger.exception("%r failed, and receives no more events", listener)
                 self.listeners.remove(listener)

@@ -233,7 +233,7 @@ class EtcdKeeper:
         while True:
             try:
                 return call()
-            except Away:
+            except Away:  # noqa: PERF203
                 self._pause()
 
     def _be_over(self, reason: str) -> None:
@@ -443,7 +443,7 @@ def _begin(renew: Callable[[], None], read: Callable[[], int], patience: float) 
         try:
             renew()
             return read()
-        except Away:
+        except Away:  # noqa: PERF203
             if time.monotonic() > deadline:
                 raise
             time.sleep(_RETRY)
