@@ -23,6 +23,14 @@ FIELDS = frozenset(
     {"name", "launch", "tenant", "priority", "min", "max", "preemptible", "kinds"},
 )
 """Fields of a submission."""
+OWN_OPTIONS = frozenset(
+    {
+        *("--live", "--membership", "--nnodes", "--nproc", "--nproc-per-node", "--nproc_per_node"),
+        *("--rdzv-id", "--rdzv_id", "--rdzv-endpoint", "--rdzv_endpoint", "--standalone"),
+        *("--rdzv-backend", "--rdzv_backend", "--rdzv-conf", "--rdzv_conf"),
+    }
+)
+"""Options of `resilin run` that the controller sets, or cannot honour."""
 AHEAD = 600.0
 """Seconds by which the clock of a job may be ahead of ours."""
 MOST_DRAIN = 366 * 86400.0
@@ -73,6 +81,12 @@ class Api:
                 f"launch must have a script ({launch.script}) and an absolute directory "
                 f"({launch.directory!r})"
             )
+        for option in launch.options:
+            if option.partition("=")[0] in OWN_OPTIONS:
+                raise ValueError(
+                    f"option {option!r} of resilin run must be left to the controller: it gives "
+                    "each part its number of workers and its rendezvous, and no part is live"
+                )
         now, given = time.time(), told.get("name")
         least = _validate.whole("min", told.get("min", 1), at_least=1)
         preemptible = told.get("preemptible", True)

@@ -65,9 +65,10 @@ def command(cluster: str, job: Job, part: PartRecord, endpoint: str) -> tuple[st
     options = ["--nnodes", nodes, "--nproc", str(part.accelerators)]
     options += ["--rdzv-id", f"{cluster}-{part.job}-g{part.life}", "--rdzv-endpoint", endpoint]
     options += ["--rdzv-conf", "is_host=0"]
-    if launch.checkpoint_dir is not None:
-        options += ["--checkpoint-dir", launch.checkpoint_dir]
+    # All lives of the job write to one log, and find the checkpoints of the former ones. A job that
+    # is submitted later under the same name must not find those.
+    own = f"{launch.directory}/resilin-runs/{part.job}-{spec.submitted:.0f}"
+    options += ["--checkpoint-dir", launch.checkpoint_dir or f"{own}/checkpoints"]
     if RUN_DIR not in launch.environment:
-        # All lives of the job write to one log.
-        options += ["--run-dir", f"resilin-runs/{part.job}"]
+        options += ["--run-dir", own]
     return (launch.python, "-m", "resilin.cli", "run", *options, *launch.options, *launch.script)
