@@ -16,6 +16,8 @@ SCHEDULER_TOKEN = "RESILIN_SCHEDULER_TOKEN"
 """Token for the hints of this job alone."""
 JOB = "RESILIN_JOB"
 """Id of the job in the cluster."""
+ACCELERATOR = "RESILIN_ACCELERATOR"
+"""Kind of accelerator of the node."""
 RUN_DIR = "RESILIN_RUN_DIR"
 """Directory of the event log, if the user sets it."""
 
@@ -45,6 +47,9 @@ def part_to_start(state: State, part: PartRecord, face: Face, rules: Rules) -> P
         SCHEDULER_TOKEN: job_token(face.token, part.job),
         JOB: part.job,
     }
+    if part.node in state.nodes:
+        # The tables of its hints have the names of the menu.
+        environment[ACCELERATOR] = state.nodes[part.node].node.kind
     return Part(
         name=part.name,
         job=part.job,
