@@ -1,0 +1,1 @@
+"""Commands of `resilin sched`: many jobs on one cluster."""
