@@ -24,7 +24,7 @@ class Explained:
     largest: Floats
     """Largest size that each job may have now."""
     shares: Shares
-    """What was chosen, and the prices."""
+    """The choice, and the prices."""
     keeps: Bools
     """Whether a job kept what it had, whatever its value."""
     given: Ints

@@ -9,14 +9,25 @@ from __future__ import annotations
 
 import numpy as np
 
-from resilin.cluster.finish import fill, polish, program, repair
-from resilin.cluster.problem import Problem, Solution, fitting, of_rows, used
+from resilin.cluster.problem import (
+    Problem,
+    Solution,
+    fill,
+    fitting,
+    of_rows,
+    polish,
+    program,
+    repair,
+    used,
+)
 from resilin.cluster.table import Floats, Ints
 
 SWEEPS = 12
 """Rounds over the kinds; prices have settled long before."""
 HALVINGS = 60
-"""Steps of a bisection; it ends earlier once no job is between two sizes."""
+"""Most steps of a bisection; it ends earlier once no job is between two sizes."""
+PRECISION = 1e-6
+"""Relative precision of a price: jobs within it are decided by filling and exactly."""
 
 
 def price(problem: Problem) -> Solution:
@@ -123,9 +134,9 @@ def _lower(work: Problem, prices: Floats, floor: Floats | None, kind: int) -> tu
     high_part, low_part = at_high[open_rows], at_low[open_rows]
     choice = at_high.copy()
     for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        if middle in (low, high):
+        if high - low <= PRECISION * high or not len(open_rows):
             break
+        middle = (low + high) / 2
         now = choose(middle, part, part_floor)
         if used(part, now)[kind] <= rest:
             high, high_part = middle, now
