@@ -23,8 +23,11 @@ from resilin.core.hints import JobHints
 from resilin.training.report import measured as measured_module
 from resilin.training.report import reporter as reporter_module
 from resilin.training.report import scheduler as scheduler_module
+from tests.cli.live.certificates import Signer
+from tests.counted.loop import Setup, train
 from tests.replicas import replica
 from tests.training.report.scheduler_server import GOOD, MENU, Server
+from tests.training.test_host_reads import stalls
 
 BATCH = 16
 
@@ -209,6 +212,44 @@ def test_hints_without_a_cluster_measure_from_the_first_call_on():
     assert "measured" not in resilin.current_job().state_dict()
 
 
+def test_a_loader_of_another_library_reports_the_batches_that_it_makes(cluster):
+    net = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = resilin.AdaptiveDataParallel(net, optimizer, batch_size=BATCH)
+    data = TensorDataset(torch.randn(320, 4), torch.zeros(320, dtype=torch.long))
+    for x, y in torch.utils.data.DataLoader(data, batch_size=BATCH):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.01)
+    cluster.wait_for(lambda: len(cluster.sent) > 1)
+    last = cluster.hints[-1]
+    assert (last.reference, last.batch_size, last.fixed) == (BATCH, BATCH, True)
+    assert (last.total, last.end) == (None, "unknown")
+    assert 0 < float(last.goodput(1, 1)) < BATCH / 0.01
+
+
+class Shards:
+    """A stream of data whose length nobody knows."""
+
+    num_shards = 2
+    fingerprint = "shards"
+
+    def open(self, shard, num_shards, epoch):
+        for index in range(80):
+            yield torch.full((4,), float(index)), index % 2
+
+
+def test_the_end_of_a_stream_is_estimated_from_its_epochs(cluster):
+    loop = Loop()
+    loop.loader = resilin.AdaptiveDataLoader(Shards(), batch_size=BATCH)
+    loop.epochs = 4
+    loop.run(0.01)
+    ends = {(each.steps > 10, each.end, each.total) for each in cluster.hints[:-1]}
+    assert ends == {(False, "unknown", None), (True, "estimated", 40.0)}
+    assert cluster.hints[-1].progress == 40
+
+
 # Schedulers that fail ---------------------------------------------------------------------------
 
 
@@ -334,6 +375,40 @@ def test_an_error_in_the_hints_ends_the_reports_and_not_the_training(cluster, mo
     assert cluster.sent == []
 
 
+def test_a_scheduler_with_a_certificate_is_trusted_by_its_authority_alone(
+    monkeypatch, tmp_path, caplog
+):
+    signer = Signer(tmp_path, "ca")
+    signed = signer.sign("scheduler")
+    server = Server(certificate=(signed.certificate, signed.key))
+    try:
+        set_environment(monkeypatch, server.url, SCHEDULER_CA=signer.ca)
+        Loop().run(0.01)
+        assert server.hints[-1].steps == 25
+        assert warnings_of(caplog) == []
+        resilin.reset_job()
+        num = len(server.sent)
+        monkeypatch.setenv("RESILIN_SCHEDULER_CA", Signer(tmp_path, "other").ca)
+        Loop().run(0.01)
+        assert len(server.sent) == num
+        (warning,) = warnings_of(caplog)
+        assert "CERTIFICATE_VERIFY_FAILED" in warning.getMessage()
+    finally:
+        server.close()
+
+
+def test_a_redirection_does_not_get_the_token(cluster):
+    other = Server()
+    try:
+        cluster.answer = lambda: (307, b"")
+        cluster.location = f"{other.url}/jobs/job-1/hints"
+        Loop().run(0.01)
+        assert cluster.sent
+        assert other.requests == []
+    finally:
+        other.close()
+
+
 # Cost -------------------------------------------------------------------------------------------
 
 
@@ -350,6 +425,32 @@ def test_without_a_scheduler_nothing_is_measured_in_a_step(monkeypatch):
     assert called == []
     assert resilin.current_job().reporter is None
     assert threads() == []
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize("autoscale", [False, True])
+def test_nothing_is_read_from_a_device_for_the_hints(counted, monkeypatch, autoscale):
+    server = Server()
+    set_environment(monkeypatch, server.url, HINTS_SECONDS="0.000001")
+    monkeypatch.setattr(reporter_module, "ALLOWANCE", 100.0)
+    try:
+        run = train(counted, Setup(measured=True, autoscale=autoscale))
+        resilin.current_job().reporter._sender.flush()
+        assert server.hints[-1].throughput is not None
+        assert not stalls(run), "\n\n".join(map(str, stalls(run)))
+    finally:
+        server.close()
+
+
+def test_of_very_short_steps_only_some_are_kept(cluster, monkeypatch):
+    monkeypatch.setattr(measured_module, "ALLOWANCE", 0.0)
+    loop = Loop(samples=300 * BATCH)
+    loop.run()
+    measured = resilin.current_job().measured
+    spent, elapsed = measured._spent, time.perf_counter() - measured._made
+    assert 0 < measured.num_here < 300
+    # The one that is under way may exceed it.
+    assert spent < measured_module.SHARE * elapsed + 0.05
 
 
 def test_records_take_a_small_part_of_the_time(cluster, monkeypatch):
@@ -375,7 +476,11 @@ def test_records_take_a_small_part_of_the_time(cluster, monkeypatch):
 # Restarts ---------------------------------------------------------------------------------------
 
 
-def test_what_was_measured_survives_a_restart_and_its_cost_is_known(cluster, tmp_path):
+@pytest.mark.parametrize("kind", ["gpu", "NVIDIA A100/80.GB %s"])
+def test_what_was_measured_survives_a_restart_and_its_cost_is_known(
+    cluster, tmp_path, monkeypatch, kind
+):
+    monkeypatch.setenv("RESILIN_ACCELERATOR", kind)
     resilin.checkpoint_to(tmp_path, every=None)
     loop = Loop(epochs=4)
     loop.run(0.01, steps=30)
