@@ -125,6 +125,8 @@ class Best(NamedTuple):
 
     goodput: Floats
     """Reference samples per second; 0 where there is no plan."""
+    batch_size: Floats
+    """Samples of a step."""
     local_bsz: Floats
     """Samples of a micro-batch."""
     accumulation_steps: Floats
@@ -160,9 +162,9 @@ def best_of_each(
     """The same as `best_goodput`, with the split of each."""
     host_counts, counts = np.broadcast_arrays(hosts, replicas)
     flat = (host_counts.reshape(-1), counts.reshape(-1))
-    _, local, steps, values = _candidates(model, noise, reference, bounds, *flat, min_batch_size)
+    sizes, *split, values = _candidates(model, noise, reference, bounds, *flat, min_batch_size)
     best = values.argmax(axis=1)[:, None]
-    chosen = (np.take_along_axis(each, best, axis=1) for each in (values, local, steps))
+    chosen = (np.take_along_axis(each, best, axis=1) for each in (values, sizes, *split))
     return Best(*(np.asarray(each.reshape(counts.shape)) for each in chosen))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import re
 import subprocess
@@ -27,6 +28,7 @@ from tests.cli.live.certificates import Signer
 from tests.counted.loop import Setup, train
 from tests.replicas import replica
 from tests.training.report.scheduler_server import GOOD, MENU, Server
+from tests.training.sizing.test_autoscale import Clock
 from tests.training.test_host_reads import stalls
 
 BATCH = 16
@@ -35,29 +37,34 @@ BATCH = 16
 class Loop:
     """A training loop with steps of a given duration."""
 
-    def __init__(self, *, autoscaled=False, epochs=1, samples=400, **loader):
+    def __init__(
+        self, *, autoscaled=False, epochs=1, samples=400, rule="adascale", clock=None, **loader
+    ):
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(samples, 4, generator=generator)
         self.net = torch.nn.Linear(4, 2)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
-        self.model = resilin.AdaptiveDataParallel(self.net, self.optimizer)
+        self.model = resilin.AdaptiveDataParallel(self.net, self.optimizer, rule=rule)
         self.loader = resilin.AdaptiveDataLoader(
             TensorDataset(x, (x[:, 0] > 0).long()), batch_size=BATCH, shuffle=True, **loader
         )
         if autoscaled:
             self.loader.autoscale_batch_size(4 * BATCH, local_bsz_bounds=(2, 32))
         self.epochs = epochs
+        self.clock = clock
         self.durations = []
 
-    def run(self, seconds=0.0, on_step=lambda loop: None, steps=None):
+    def run(self, seconds=0.0, steps=None):
         for _ in resilin.remaining_epochs_until(self.epochs):
             for x, y in self.loader:
                 began = time.perf_counter()
                 F.cross_entropy(self.model(x), y).backward()
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-                time.sleep(seconds)
-                on_step(self)
+                if self.clock is None:
+                    time.sleep(seconds)
+                else:
+                    self.clock.advance(seconds)
                 self.durations.append(time.perf_counter() - began)
                 if steps is not None and self.model.clock.steps >= steps:
                     return
@@ -75,6 +82,8 @@ def server():
 def cluster(server, monkeypatch):
     """The environment of a job of a cluster, and its scheduler."""
     set_environment(monkeypatch, server.url)
+    # No record is left out because the machine is slow.
+    monkeypatch.setattr(reporter_module, "ALLOWANCE", math.inf)
     return server
 
 
@@ -84,6 +93,14 @@ def set_environment(monkeypatch, url, **more):
         monkeypatch.setenv(f"RESILIN_{name}", value)
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """Time of steps that passes when the test says so: the same on every machine."""
+    made = Clock()
+    monkeypatch.setattr(time, "perf_counter", made)
+    return made
+
+
 def threads():
     return [each for each in threading.enumerate() if each.name == "resilin-hints"]
 
@@ -91,9 +108,8 @@ def threads():
 # Contents ---------------------------------------------------------------------------------------
 
 
-def test_a_fixed_batch_reports_its_throughput(cluster):
-    loop = Loop(samples=60 * BATCH)
-    loop.run(0.02)
+def test_a_fixed_batch_reports_its_throughput(cluster, clock):
+    Loop(samples=60 * BATCH, clock=clock).run(0.5)
     assert set(cluster.requests) == {("PUT", "/jobs/job-1/hints", "Bearer secret")}
     last = cluster.hints[-1]
     assert (last.job, last.accelerator, last.fixed) == ("job-1", "gpu", True)
@@ -103,9 +119,7 @@ def test_a_fixed_batch_reports_its_throughput(cluster):
     assert last.end == "declared"
     assert last.rescale_seconds is None
     assert abs(last.time - time.time()) < 60
-    # The period of a step is that of its body and a little more.
-    usual = sorted(loop.durations)[len(loop.durations) // 2]
-    assert float(last.goodput(1, 1)) == pytest.approx(BATCH / usual, rel=0.25)
+    assert float(last.goodput(1, 1)) == pytest.approx(BATCH / 0.5, rel=0.02)
     (own,) = last.tables
     assert own.kind == "gpu"
     assert list(zip(own.sizes, own.hosts, strict=True)) == [tuple(each) for each in MENU["gpu"]]
@@ -152,6 +166,31 @@ def test_a_batch_that_the_script_sets_is_the_one_that_stays(cluster, loader, bat
     assert (last.min_replicas, last.max_replicas) == replicas
 
 
+def test_a_run_that_ends_by_samples_is_complete_at_its_end(cluster, clock):
+    loop = Loop(samples=60 * BATCH, rule="linear", clock=clock)
+    loop.loader.set_batch_size(4 * BATCH)
+    loop.run(0.5)
+    last = cluster.hints[-1]
+    assert (last.clock, last.steps) == ("samples", 15)
+    assert last.progress == last.total == 60
+    assert float(last.goodput(1, 1)) == pytest.approx(4 * BATCH / 0.5, rel=0.02)
+
+
+def test_a_pause_between_epochs_is_no_step_time(cluster):
+    loop = Loop(samples=4 * BATCH + 8, epochs=4)
+    for _ in resilin.remaining_epochs_until(4):
+        for x, y in loop.loader:
+            F.cross_entropy(loop.model(x), y).backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        time.sleep(0.3)
+    measured = resilin.current_job().measured
+    assert {key.local_bsz for key in measured.profile.windows} == {BATCH}
+    steps = [each for window in measured.profile.windows.values() for each in window]
+    assert len(steps) == 9  # all of a window
+    assert max(each.compute_seconds for each in steps) < 0.3
+
+
 def test_a_kind_that_the_menu_names_otherwise_is_that_of_a_cluster_of_one_kind(
     cluster, monkeypatch
 ):
@@ -171,12 +210,11 @@ def test_of_several_kinds_only_those_that_were_measured_have_a_table(cluster, mo
 
 
 @pytest.mark.world_size(2)
-def test_replica_0_alone_reports_for_two(monkeypatch):
+def test_replica_0_alone_reports_for_two(monkeypatch, clock):
     server = Server()
     set_environment(monkeypatch, server.url)
     try:
-        loop = Loop(samples=40 * BATCH)
-        loop.run(0.01)
+        Loop(samples=40 * BATCH, clock=clock).run(0.5)
         dist.barrier()
         if replica() == 1:
             assert server.sent == []
@@ -186,26 +224,24 @@ def test_replica_0_alone_reports_for_two(monkeypatch):
             return
         last = server.hints[-1]
         assert (last.replicas, last.profiled) == (2, 2)
-        usual = sorted(loop.durations)[len(loop.durations) // 2]
-        assert float(last.goodput(1, 2)) == pytest.approx(BATCH / usual, rel=0.35)
+        assert float(last.goodput(1, 2)) == pytest.approx(BATCH / 0.5, rel=0.05)
         assert last.steps == 40
     finally:
         server.close()
 
 
-def test_hints_without_a_cluster_measure_from_the_first_call_on():
-    loop = Loop()
+def test_hints_without_a_cluster_measure_from_the_first_call_on(clock):
+    Loop()
     with pytest.raises(ValueError, match="nothing to tell before"):
         resilin.hints()
     resilin.reset_job()
-    loop = Loop()
+    loop = Loop(clock=clock)
     loop.run(steps=3)
     assert resilin.current_job().measured is None
     assert resilin.hints()["throughput"] is None
-    loop.run(0.01, steps=20)
+    loop.run(0.5, steps=20)
     told = JobHints.from_json(resilin.hints(max_replicas=4))
-    usual = sorted(loop.durations[3:])[8]
-    assert float(told.goodput(1, 1)) == pytest.approx(BATCH / usual, rel=0.25)
+    assert float(told.goodput(1, 1)) == pytest.approx(BATCH / 0.5, rel=0.02)
     assert told.job is None
     assert told.speedup.replicas == (1, 2, 4)
     assert threads() == []
@@ -245,7 +281,7 @@ def test_the_end_of_a_stream_is_estimated_from_its_epochs(cluster):
     loop.loader = resilin.AdaptiveDataLoader(Shards(), batch_size=BATCH)
     loop.epochs = 4
     loop.run(0.01)
-    ends = {(each.steps > 10, each.end, each.total) for each in cluster.hints[:-1]}
+    ends = {(each.steps > 10, each.end, each.total) for each in cluster.hints}
     assert ends == {(False, "unknown", None), (True, "estimated", 40.0)}
     assert cluster.hints[-1].progress == 40
 
@@ -307,7 +343,7 @@ def test_a_scheduler_that_is_away_costs_neither_steps_nor_the_end(monkeypatch, c
 def test_a_scheduler_that_hangs_stops_no_step_and_delays_the_end_by_a_moment(cluster):
     cluster.answer = cluster.hang
     loop = Loop(samples=100 * BATCH)
-    loop.run(0.002, on_step=lambda loop: None)
+    loop.run(0.002)
     # One request is open; everything that followed was replaced by what is newer.
     assert len(cluster.sent) == 1
     (thread,) = threads()
@@ -447,10 +483,7 @@ def test_of_very_short_steps_only_some_are_kept(cluster, monkeypatch):
     loop = Loop(samples=300 * BATCH)
     loop.run()
     measured = resilin.current_job().measured
-    spent, elapsed = measured._spent, time.perf_counter() - measured._made
-    assert 0 < measured.num_here < 300
-    # The one that is under way may exceed it.
-    assert spent < measured_module.SHARE * elapsed + 0.05
+    assert 0 < measured.num_here < 100
 
 
 def test_records_take_a_small_part_of_the_time(cluster, monkeypatch):
