@@ -43,6 +43,7 @@ def describe(job: Job) -> JobHints:
             timeline=job.timeline,
             sizes=job.sizes,
             scale=1.0 if trained is None else trained.scaling.last.scale,
+            clock="progress" if trained is None else trained.rule.clock,
             noise=None if trained is None else trained.scaling.sample_noise,
             measured=measured,
         )
@@ -69,6 +70,12 @@ def committed(job: Job, measured: Measured, plan: BatchPlan | None) -> None:
     if plan is None:
         plan = plan_of(last.samples, last.accumulation_steps, job.engine.membership)
     measured.committed(plan, job.timer.usual)
+
+
+def epoch_over(job: Job, measured: Measured) -> None:
+    """Takes in that an epoch is over."""
+    by_progress = job.trained is None or job.trained.rule.clock == "progress"
+    measured.epoch_over(job.epoch, job.clock.progress if by_progress else job.clock.sample_steps)
 
 
 def finish(job: Job) -> None:
