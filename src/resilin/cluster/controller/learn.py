@@ -34,7 +34,8 @@ def learn(
         for part in list(draft.state.parts.values())
         if (found := _look(draft, part, listed.get(part.name), rules))
     ]
-    strange = _adopt(draft, listed, rules)
+    sizes = {node.name: node.accelerators for node in nodes}
+    strange = _adopt(draft, listed, sizes, rules)
     _look_at_nodes(draft, nodes, listed, rules)
     by_job: dict[str, list[tuple[PartRecord, r.Ended]]] = {}
     for part, end in ended:
@@ -74,7 +75,9 @@ def _look(
     return part, end
 
 
-def _adopt(draft: Draft, listed: Mapping[str, PartStatus], rules: Rules) -> set[str]:
+def _adopt(
+    draft: Draft, listed: Mapping[str, PartStatus], sizes: Mapping[str, int], rules: Rules
+) -> set[str]:
     """Take over parts that nobody announced, as after the loss of a part of the journal."""
     strange = set()
     past = {each.name: each for each in draft.state.history}
@@ -91,14 +94,14 @@ def _adopt(draft: Draft, listed: Mapping[str, PartStatus], rules: Rules) -> set[
                 strange.add(status.node)
             continue
         node = status.node or ""
-        known = draft.state.nodes.get(node)
         if name in past and past[name].sure and draft.now - past[name].ended < rules.absent:
             continue  # an answer that is late: names are not used twice
         if name in past:
             size = past[name].accelerators
         else:
             # Nobody knows how many it uses: as many as there are.
-            size = known.node.accelerators if known is not None else 1
+            known = draft.state.nodes.get(node)
+            size = sizes.get(node, 1 if known is None else known.node.accelerators)
         draft.add(
             r.Announced(
                 time=draft.now,
