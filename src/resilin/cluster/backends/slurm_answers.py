@@ -1,4 +1,4 @@
-"""What the commands of Slurm print, as values.
+"""Values from what the commands of Slurm print.
 
 Their JSON needs a plugin that many sites do not have, and changes with each version. The texts that
 are read here have been the same from 22.05 to 25.05: the fields of `squeue --Format`, and the pairs
@@ -41,7 +41,7 @@ GONE = {
 }
 """States of a node that takes no jobs."""
 LEAVING = {"DRAIN", "DRAINED", "DRAINING", "FAILING", "MAINT", "MAINTENANCE", "REBOOT_REQUESTED"}
-"""States of a node that takes no new jobs, and lets those that it has go on."""
+"""States of a node that takes no new jobs, and lets those that it has continue."""
 _PAIR = re.compile(r"(?:^|\s)([A-Za-z]\w*)=(\S*)")
 _GPU = re.compile(r"\bgpu(?::([^:,()]+))?:(\d+)")
 
@@ -59,7 +59,7 @@ class Job:
     node: str | None
     """The node it has, or else the one it asked for."""
     status: int
-    """How it ended, as `wait` says it."""
+    """Its end, as `wait` reports it."""
     started: float | None
     """When it started, in seconds."""
     limit: int | None
@@ -67,11 +67,11 @@ class Job:
     accelerators: int
     """Accelerators it has, which our comment says."""
     reason: str
-    """Why it waits or has ended, in Slurm's words."""
+    """Reason why it waits or has ended, in Slurm's words."""
 
     @property
     def phase(self) -> PartState:
-        """Where the part is in its life."""
+        """Phase of the life of the part."""
         if self.state in WAITING:
             return PartState.PENDING
         return PartState.ENDED if self.state in OVER else PartState.RUNNING
