@@ -10,17 +10,17 @@ import time
 import pytest
 
 from resilin.cli import slurm as command
-from tests.cluster.sharing import JOB, assert_as_undisturbed, sizes_of, steps_done
+from tests.cluster.sharing import JOB, assert_as_undisturbed, sizes_of
 from tests.cluster.slurm_cluster import missing, slurm_cluster
 
 real = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 TIMEOUT = 240.0
-EPOCHS = 6
+EPOCHS = 4
 
 
 @pytest.fixture
 def slurm(tmp_path_factory):
-    with slurm_cluster(tmp_path_factory.mktemp("slurm"), grace=60) as running:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), num_nodes=3, grace=120) as running:
         yield running
 
 
@@ -72,48 +72,53 @@ def replicas(tmp_path):
     return (sizes_of(tmp_path / "job") or [0])[-1]
 
 
+def displace(slurm, element, *, seconds):
+    """Have a job of a higher priority take the node of an element."""
+    node = slurm.call("squeue", "--noheader", f"--jobs={element}", "--format=%N").strip()
+    slurm.call(
+        *("sbatch", "--partition=main", f"--nodelist={node}", "--gres=gpu:2"),
+        *("--output=/dev/null", f"--wrap=sleep {seconds}"),
+    )
+
+
+def restarts(slurm, element):
+    return slurm.call(
+        "squeue", "--noheader", "--states=all", f"--jobs={element}", "--Format=RestartCnt"
+    ).strip()
+
+
 @real
 @pytest.mark.timeout(600)
-def test_a_job_array_trains_through_a_preemption_and_a_requeue(slurm, submit, tmp_path):
-    array = submit("--nodes", "1:3", pause=0.25)
+def test_a_job_array_trains_with_the_nodes_that_are_left(slurm, submit, tmp_path):
+    # One element more than there are nodes: it never runs.
+    array = submit("--nodes", "1:4", pause=0.1)
     wait_until(lambda: replicas(tmp_path) == 3, slurm, tmp_path)
-    begun = steps_done(tmp_path / "job")
-    wait_until(lambda: steps_done(tmp_path / "job") > begun + 3, slurm, tmp_path)
-    # A job of a higher priority takes a whole node: its element saves, leaves, and waits again.
-    (node,) = {
-        line.split()[1]
-        for line in slurm.call(
-            "squeue", "--noheader", f"--jobs={array}", "-o", "%K %N"
-        ).splitlines()
-        if line.split()[0] == "2"
-    }
-    other = slurm.call(
-        *("sbatch", "--parsable", "--partition=main", f"--nodelist={node}", "--exclusive"),
-        *("--output=/dev/null", "--wrap=sleep 15"),
-    ).strip()
-    # The nodes that are left keep the job going.
+    element = next(number for number, state in states(slurm, array).items() if state == "RUNNING")
+    displace(slurm, f"{array}_{element}", seconds=600)
     wait_until(lambda: replicas(tmp_path) == 2, slurm, tmp_path)
-    wait_until(lambda: len(sizes_of(tmp_path / "job")) >= 3, slurm, tmp_path)
-    restarts = f"--jobs={array}_2", "--Format=RestartCnt"
-    wait_until(lambda: replicas(tmp_path) == 3, slurm, tmp_path)
-    assert slurm.call("squeue", "--noheader", *restarts).strip() == "1"
     wait_until(lambda: (tmp_path / "job" / "final.pt").exists(), slurm, tmp_path)
-    wait_until(lambda: not slurm.call("squeue", "--noheader"), slurm, tmp_path)
-    assert set(states(slurm, array).values()) == {"COMPLETED"}
-    assert other in slurm.call("squeue", "--noheader", "--states=COMPLETED", "-o", "%A").split()
+    queue = "squeue", "--noheader", "--partition=spot"
+    wait_until(lambda: not slurm.call(*queue), slurm, tmp_path)
+    found = states(slurm, array)
+    assert sorted(found.values()) == ["CANCELLED", "CANCELLED", "COMPLETED", "COMPLETED"]
+    assert found[element] == "CANCELLED"  # it waited, and there was nothing left to do
+    assert restarts(slurm, f"{array}_{element}") == "1"
+    slurm.call("scancel", "--partition=main", "--state=RUNNING", "--name=wrap")
+    wait_until(lambda: not slurm.call("squeue", "--noheader"), slurm, tmp_path)  # nor a store
     assert_as_undisturbed(tmp_path / "job", epochs=EPOCHS, seed=5)
 
 
 @real
 @pytest.mark.timeout(600)
-def test_elements_that_never_ran_do_not_run_a_finished_job_again(slurm, submit, tmp_path):
-    # More elements than nodes: some of them wait until the others have finished.
-    array = submit("--nodes", "1:6", "--sbatch", "--exclusive", pause=0.0)
+def test_an_element_that_was_displaced_comes_back(slurm, submit, tmp_path):
+    # Two nodes at least: without it, the other cannot finish.
+    array = submit("--nodes", "2:2", pause=0.05)
+    wait_until(lambda: replicas(tmp_path) == 2, slurm, tmp_path)
+    displace(slurm, f"{array}_1", seconds=3)
     wait_until(lambda: not slurm.call("squeue", "--noheader"), slurm, tmp_path)
-    found = states(slurm, array)
-    assert len(found) == 6
-    assert set(found.values()) <= {"COMPLETED", "CANCELLED"}
-    assert "COMPLETED" in found.values()
+    assert restarts(slurm, f"{array}_1") == "1"
+    assert set(states(slurm, array).values()) == {"COMPLETED"}
+    assert set(sizes_of(tmp_path / "job")) == {2}
     assert_as_undisturbed(tmp_path / "job", epochs=EPOCHS, seed=5)
 
 

@@ -35,7 +35,7 @@ until answers; do
 done
 
 # Slurm sends SIGUSR1 to this shell alone, and SIGTERM to all processes of the job.
-trap 'kill -USR1 "$agent"' USR1
+trap 'asked=1; kill -USR1 "$agent"' USR1
 trap : TERM
 {command} &
 agent=$!
@@ -48,8 +48,8 @@ if [ "$code" = 0 ]; then
     scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"
     exit 0
 fi
-# 138: it was asked to leave, by its time limit, or for a job of a higher priority.
-if [ "$code" = 138 ] || {{ [ "$code" != 143 ] && ! answers; }}; then
+# Asked to leave: by its time limit, or for a job of a higher priority. 143: by scancel.
+if [ "$asked" ] || {{ [ "$code" != 143 ] && ! answers; }}; then
     exec scontrol requeue "$SLURM_JOB_ID"
 fi
 for _ in 1 2 3 4 5; do
