@@ -22,15 +22,13 @@ GROUPS = {
         "demo": "watch a job lose a worker and resume",
         "replay": "run a script while its batch size, or its machines, follow a trace",
     },
-    "share a cluster": {
-        "slurm": "submit an elastic job to Slurm, as a job array of single nodes",
-    },
     "look at a run": {
         "top": "show a run while it is running",
         "report": "write one page with the charts of one or several runs",
     },
     "share a cluster": {
         "sched": "share a cluster among many jobs: serve, submit, ls, why, cancel, drain",
+        "slurm": "submit an elastic job to Slurm, as a job array of single nodes",
     },
     "study": {
         "compare": "compare scaling rules under traces, over several seeds",
