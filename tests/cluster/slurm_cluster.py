@@ -49,7 +49,8 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
 SwitchType=switch/none
-ReturnToService=2
+# A node that somebody has set DOWN stays so.
+ReturnToService=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 GresTypes=gpu
@@ -174,7 +175,7 @@ class SlurmCluster:
             if f"slurmd-{node}" not in self.daemons:
                 self.start_node(node)
             state = self.call("sinfo", "--noheader", f"--nodes={node}", "-o", "%T").split()[0]
-            if state not in ("idle", "idle*"):
+            if any(word in state for word in ("down", "drain", "inval")):
                 self.set_state(node, "RESUME")
         self.up()
 

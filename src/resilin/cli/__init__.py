@@ -28,6 +28,7 @@ GROUPS = {
     },
     "share a cluster": {
         "sched": "share a cluster among many jobs: serve, submit, ls, why, cancel, drain",
+        "slurm": "submit an elastic job to Slurm, as a job array of single nodes",
     },
     "study": {
         "compare": "compare scaling rules under traces, over several seeds",

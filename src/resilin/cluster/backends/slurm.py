@@ -21,56 +21,24 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from resilin.cluster.backends import slurm_answers as answers
 from resilin.cluster.backends.base import Backend, BackendError, Part, PartState, PartStatus
+from resilin.cluster.backends.slurm_options import SlurmOptions, from_text
 from resilin.cluster.job import check_name
 from resilin.cluster.node import Node
-from resilin.core import _validate
 
 T = TypeVar("T")
 COMMANDS = ("sbatch", "scancel", "scontrol", "squeue")
 """Commands of Slurm that are called."""
 TIMEOUT = 60.0
 """Seconds after which a command counts as unanswered; the controller of a busy site takes many."""
-NOTICE = 60
-"""Seconds before its time limit at which a part is asked to save and leave."""
 FORGOTTEN = re.compile(
     r"(SLURM|SQUEUE|SCANCEL|SCONTROL)_(?!CONF)|SBATCH_(WAIT|EXPORT)$|RESILIN_.*TOKEN"
 )
 """Variables that the commands do not get: those of a Slurm job that the controller may run in, what
 changes their answers, and secrets, which a job would inherit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmOptions:
-    """How the parts of a cluster are submitted."""
-
-    partition: str | None = None
-    """Partition; None is the default one of the site."""
-    account: str | None = None
-    """Account that is charged."""
-    qos: str | None = None
-    """Quality of service."""
-    reservation: str | None = None
-    """Reservation whose nodes are used, and no others."""
-    time: int | None = None
-    """Time limit of a part, in minutes; None leaves it to the partition."""
-    accelerators: int = 0
-    """Accelerators of a node for which Slurm knows no GPUs: it is split into that many shares of
-    CPUs and memory."""
-    notice: int = NOTICE
-    """Seconds before the time limit at which a part is asked to save and leave."""
-    sbatch: tuple[str, ...] = ()
-    """More arguments of `sbatch`."""
-
-    def __post_init__(self) -> None:
-        if self.time is not None:
-            _validate.whole("time", self.time, at_least=1)
-        _validate.whole("accelerators", self.accelerators, at_least=0)
-        _validate.whole("notice", self.notice, at_least=1)
 
 
 class SlurmBackend:
@@ -89,7 +57,7 @@ class SlurmBackend:
         self._options = options or SlurmOptions()
 
     def detect(self) -> str | None:
-        """Why there is no Slurm to be used here; None if there is one."""
+        """Reason why no Slurm can be used here; None if one can."""
         if absent := [name for name in COMMANDS if shutil.which(name) is None]:
             return f"no {', '.join(absent)} on the path: this machine has no commands of Slurm"
         try:
@@ -116,7 +84,7 @@ class SlurmBackend:
             count = self._free(machine, has) if open_to_us else has
             if machine.leaving:
                 count, start = has, machine.since or now
-            if count or start is None:
+            if count or (open_to_us and start is None):
                 kind = machine.kind or ("gpu" if machine.gpus else "cpu")
                 found.append(Node(name=machine.name, accelerators=count, kind=kind, leaves=start))
         return tuple(found)
@@ -271,20 +239,7 @@ def backend(cluster: str, options: Mapping[str, str]) -> Backend:
     Raises:
         ValueError: An option is unknown, or not what it has to be.
     """
-    known = SlurmOptions.__dataclass_fields__
-    values: dict[str, object] = {}
-    for name, text in options.items():
-        if name not in known:
-            raise ValueError(f"{name!r} is no option of Slurm: it has {', '.join(known)}")
-        if name == "sbatch":
-            values[name] = tuple(shlex.split(text))
-        elif name in ("time", "accelerators", "notice"):
-            if not text.isdecimal():
-                raise ValueError(f"{name} ({text!r}) must be a whole number")
-            values[name] = int(text)
-        else:
-            values[name] = text
-    return SlurmBackend(cluster, SlurmOptions(**values))  # type: ignore[arg-type]
+    return SlurmBackend(cluster, from_text(options))
 
 
 def _script(part: Part) -> str:
@@ -307,7 +262,7 @@ def _signal(name: str, number: str) -> None:
 
 
 def _call(*command: str, text: str = "") -> str:
-    """What a command of Slurm prints.
+    """Output of a command of Slurm.
 
     Raises:
         BackendError: It failed, or did not end in time.

@@ -1,4 +1,4 @@
-"""What the commands of Slurm print, as values.
+"""Values from what the commands of Slurm print.
 
 Their JSON needs a plugin that many sites do not have, and changes with each version. The texts that
 are read here have been the same from 22.05 to 25.05: the fields of `squeue --Format`, and the pairs
@@ -8,6 +8,7 @@ are read here have been the same from 22.05 to 25.05: the fields of `squeue --Fo
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -41,7 +42,9 @@ GONE = {
 }
 """States of a node that takes no jobs."""
 LEAVING = {"DRAIN", "DRAINED", "DRAINING", "FAILING", "MAINT", "MAINTENANCE", "REBOOT_REQUESTED"}
-"""States of a node that takes no new jobs, and lets those that it has go on."""
+"""States of a node that takes no new jobs, and lets those that it has continue."""
+LEFT = (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
+"""Exit codes of a part that was asked to leave."""
 _PAIR = re.compile(r"(?:^|\s)([A-Za-z]\w*)=(\S*)")
 _GPU = re.compile(r"\bgpu(?::([^:,()]+))?:(\d+)")
 
@@ -59,7 +62,7 @@ class Job:
     node: str | None
     """The node it has, or else the one it asked for."""
     status: int
-    """How it ended, as `wait` says it."""
+    """Its end, as `wait` reports it."""
     started: float | None
     """When it started, in seconds."""
     limit: int | None
@@ -67,27 +70,30 @@ class Job:
     accelerators: int
     """Accelerators it has, which our comment says."""
     reason: str
-    """Why it waits or has ended, in Slurm's words."""
+    """Reason why it waits or has ended, in Slurm's words."""
 
     @property
     def phase(self) -> PartState:
-        """Where the part is in its life."""
+        """Phase of the life of the part."""
         if self.state in WAITING:
             return PartState.PENDING
         return PartState.ENDED if self.state in OVER else PartState.RUNNING
 
     @property
     def code(self) -> int | None:
-        """Exit code of the part; None if it has not ended, or something else ended it.
+        """Exit code of the part; None if it has not ended, or not on its own account.
 
-        A job that was cancelled before it ran has no exit code, although Slurm says 0.
+        A part that Slurm displaces, or whose time limit is near, is asked to leave by a signal, and
+        its code is that of the signal: it has not failed. A job that was cancelled before it ran
+        has no exit code, although Slurm says 0.
         """
         if self.state == "COMPLETED":
             return 0
-        if self.state not in ("FAILED", "TIMEOUT", "CANCELLED", "OUT_OF_MEMORY"):
+        if self.state not in ("FAILED", "OUT_OF_MEMORY"):
             return None
-        signal = self.status & 0x7F
-        return 128 + signal if signal else (self.status >> 8 & 0xFF) or None
+        number = self.status & 0x7F
+        code = 128 + number if number else self.status >> 8 & 0xFF
+        return None if code in LEFT else code or None
 
     def part(self, name: str) -> PartStatus:
         """The part of this name, as this job runs it."""
@@ -179,9 +185,9 @@ def jobs(text: str) -> Iterator[Job]:
 
 
 def _status(text: str) -> int:
-    code, _, signal = text.partition(":")
-    if signal:  # CODE:SIGNAL, as other commands print it
-        return int(code) << 8 | int(signal)
+    code, _, number = text.partition(":")
+    if number:  # CODE:SIGNAL, as other commands print it
+        return int(code) << 8 | int(number)
     return int(code)
 
 
