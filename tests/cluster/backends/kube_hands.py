@@ -79,6 +79,10 @@ class Hands:
                     self.core.delete_namespaced_pod(pod.metadata.name, "default")
             if not pods:
                 self._end(job, False, "DeadlineExceeded")
+        elif job.spec.parallelism == 0:
+            for pod in pods:
+                if pod.metadata.deletion_timestamp is None:
+                    self.core.delete_namespaced_pod(pod.metadata.name, "default")
         elif not pods and name not in self._made:
             self._made.add(name)
             template = self._api.sanitize_for_serialization(job.spec.template)

@@ -116,10 +116,10 @@ class KubernetesBackend:
             }
             delete = "delete_namespaced_pod"
             self._ask("core", delete, which, self._namespace, body=body, allow=(404, 409))
-        # A Job that is past its deadline makes no more pods, and stays as a record.
+        # Without a place for pods it makes no more; past its deadline, it stays as a record.
         for job in self._jobs(f"{objects.PART}={name}"):
             if not objects.is_over(job):
-                body = {"spec": {"activeDeadlineSeconds": 1}}
+                body = {"spec": {"parallelism": 0, "activeDeadlineSeconds": 1}}
                 patch = "patch_namespaced_job"
                 self._ask("batch", patch, name, self._namespace, body, allow=(404,))
 
