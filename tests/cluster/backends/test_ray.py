@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ ENVIRONMENT = {
     # Ray's own choice is 15: beside any other busy process, workers would hardly run.
     "RAY_worker_niceness": "0",
 }
+LIFE = uuid.uuid4().hex[:8]
+"""Part of the id of each job: copies in memory of a test that failed must not be found."""
 SAVES = "trap 'sleep 0.3; exit 7' USR1; echo $$ >> {}; while :; do sleep 0.05; done"
 """A command that writes down its process, and leaves in good order."""
 REFUSES = "trap '' USR1; echo $$ >> {0}; setsid sleep 1000 & echo $! >> {0}; wait"
@@ -353,7 +356,7 @@ def training(name, node, endpoint, folder, *, epochs, seed, pause):
     folder.mkdir(exist_ok=True)
     job = name.rpartition("-g")[0]
     command = [sys.executable, "-m", "resilin.cli", "run", "--nnodes", "1:4", "--nproc", "1"]
-    command += ["--rdzv-id", f"{job}-1", "--rdzv-endpoint", endpoint]
+    command += ["--rdzv-id", f"{job}-{LIFE}", "--rdzv-endpoint", endpoint]
     command += ["--rdzv-conf", "is_host=0"]
     command += ["--checkpoint-dir", str(folder / "checkpoints"), str(sharing.JOB), str(folder)]
     command += ["--epochs", str(epochs), "--seed", str(seed), "--pause", str(pause)]

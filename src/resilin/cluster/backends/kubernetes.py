@@ -91,6 +91,7 @@ class KubernetesBackend:
     def start(self, part: Part) -> None:
         """Start a part. One of this name that exists, or ended in the last hour, is left alone."""
         job = objects.job_of(part, self._cluster, self._template, self._resource)
+        self._connect()
         if self._ask("batch", "create_namespaced_job", self._namespace, job, allow=(409,)):
             return
         read = "read_namespaced_job"
@@ -115,10 +116,10 @@ class KubernetesBackend:
             }
             delete = "delete_namespaced_pod"
             self._ask("core", delete, which, self._namespace, body=body, allow=(404, 409))
-        # A Job that is past its deadline makes no more pods, and stays as a record.
+        # Without a place for pods it makes no more; past its deadline, it stays as a record.
         for job in self._jobs(f"{objects.PART}={name}"):
             if not objects.is_over(job):
-                body = {"spec": {"activeDeadlineSeconds": 1}}
+                body = {"spec": {"parallelism": 0, "activeDeadlineSeconds": 1}}
                 patch = "patch_namespaced_job"
                 self._ask("batch", patch, name, self._namespace, body, allow=(404,))
 
@@ -189,6 +190,8 @@ class KubernetesBackend:
             if error.status in allow:
                 return None
             raise BackendError(f"Kubernetes refused {method}: {_words(error)}") from error
+        except ValueError as error:  # the client checks some of it before it asks
+            raise BackendError(f"{method} cannot be asked for: {error}") from error
         except HTTPError as error:
             raise BackendError(f"no answer from Kubernetes to {method}: {error}") from error
 
@@ -200,7 +203,7 @@ class KubernetesBackend:
             config = import_module("kubernetes.config")
             client = import_module("kubernetes.client")
         except ModuleNotFoundError as error:
-            if error.name != "kubernetes":
+            if not str(error.name).startswith("kubernetes"):
                 raise
             raise ImportError(
                 "the backend kubernetes needs kubernetes: pip install 'resilin[kubernetes]'"

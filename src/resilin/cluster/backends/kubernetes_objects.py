@@ -77,6 +77,10 @@ def job_of(part: Part, cluster: str, template: Object, resource: str) -> dict[st
     given = [each for each in container.get("env", []) if each["name"] not in part.environment]
     ours = [{"name": name, "value": value} for name, value in part.environment.items()]
     container["env"] = given + ours
+    for each in spec["containers"]:
+        # Files may have numbers here, which the client refuses.
+        for kind, amounts in each.get("resources", {}).items():
+            each["resources"][kind] = {name: str(amount) for name, amount in amounts.items()}
     needs = container.setdefault("resources", {})
     for kind in ("requests", "limits"):
         needs[kind] = {**needs.get(kind, {}), resource: str(part.accelerators)}
