@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from resilin.cluster.constraints import Constraints, must_leave, usable
 from resilin.cluster.decision import ClusterStatus
+from resilin.cluster.division.constraints import Constraints, must_leave, usable
 from resilin.cluster.job import JobStatus
 from resilin.cluster.node import Allocation
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from resilin.cluster.table import Bools, Floats, Table
+from resilin.cluster.division.table import Bools, Floats, Table
 from resilin.core import _validate
 
 NOTHING = 1e-3

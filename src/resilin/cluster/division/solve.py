@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from resilin.cluster.problem import (
+from resilin.cluster.division.problem import (
     Problem,
     Solution,
     fill,
@@ -20,7 +20,7 @@ from resilin.cluster.problem import (
     repair,
     used,
 )
-from resilin.cluster.table import Floats, Ints
+from resilin.cluster.division.table import Floats, Ints
 
 SWEEPS = 12
 """Rounds over the kinds; prices have settled long before."""

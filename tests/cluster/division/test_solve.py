@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from resilin.cluster.division.problem import Problem, group_used, used
+from resilin.cluster.division.solve import exact, price
 from resilin.cluster.menu import sizes
-from resilin.cluster.problem import Problem, group_used, used
-from resilin.cluster.solve import exact, price
 
 NO_LIMITS = np.zeros(0, dtype=np.int64)
 

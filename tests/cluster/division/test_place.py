@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from resilin.cluster.division.place import Want, place
 from resilin.cluster.menu import sizes
 from resilin.cluster.node import Allocation, Node, free
-from resilin.cluster.place import Want, place
 
 
 def hosts(*counts: int) -> list[Node]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from resilin.cluster.decision import ClusterStatus
+from resilin.cluster.division.table import Bools, Floats, Table
 from resilin.cluster.job import JobStatus
 from resilin.cluster.node import Node
-from resilin.cluster.table import Bools, Floats, Table
 from resilin.core import _validate
 
 

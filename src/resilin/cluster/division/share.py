@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from resilin.cluster.decision import Quota
-from resilin.cluster.problem import Problem, Solution
-from resilin.cluster.table import Bools, Floats, Ints, Table
+from resilin.cluster.division.problem import Problem, Solution
+from resilin.cluster.division.table import Bools, Floats, Ints, Table
 
 Solver = Callable[[Problem], Solution]
 

@@ -8,11 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from resilin.cluster.constraints import allowed, largest_sizes
-from resilin.cluster.job import Speeds
-from resilin.cluster.menu import menus
-from resilin.cluster.table import Rows, build, goodput_row, measured_ratios
-from resilin.cluster.value import (
+from resilin.cluster.division.constraints import allowed, largest_sizes
+from resilin.cluster.division.table import Rows, build, goodput_row, measured_ratios
+from resilin.cluster.division.value import (
     NOTHING,
     Urgency,
     fair_goodput,
@@ -21,6 +19,8 @@ from resilin.cluster.value import (
     seconds_left,
     weights,
 )
+from resilin.cluster.job import Speeds
+from resilin.cluster.menu import menus
 from tests.cluster.statuses import hosts, job, on, speeds
 
 

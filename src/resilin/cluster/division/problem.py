@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from resilin.cluster.table import Floats, Ints
+from resilin.cluster.division.table import Floats, Ints
 
 CORE_JOBS = 32
 """Jobs that are decided again exactly after the price is found."""

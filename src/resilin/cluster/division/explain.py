@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from resilin.cluster.decision import Reason
+from resilin.cluster.division.share import Shares
+from resilin.cluster.division.table import Bools, Floats, Ints, Table
 from resilin.cluster.job import JobStatus
-from resilin.cluster.share import Shares
-from resilin.cluster.table import Bools, Floats, Ints, Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

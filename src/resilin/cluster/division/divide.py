@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from resilin.cluster import constraints as rules
-from resilin.cluster.constraints import Constraints
 from resilin.cluster.decision import ClusterStatus, Decision
-from resilin.cluster.explain import Explained, nothing_there, reasons
+from resilin.cluster.division import constraints as rules
+from resilin.cluster.division.constraints import Constraints
+from resilin.cluster.division.explain import Explained, nothing_there, reasons
+from resilin.cluster.division.place import Want, place
+from resilin.cluster.division.share import Shares, Solver, share
+from resilin.cluster.division.table import Bools, Floats, Ints, Rows, Table, build
 from resilin.cluster.menu import menus
 from resilin.cluster.node import Node
-from resilin.cluster.place import Want, place
-from resilin.cluster.share import Shares, Solver, share
-from resilin.cluster.table import Bools, Floats, Ints, Rows, Table, build
 
 Objective = Callable[[Table, Bools, float], Floats]
 """Values of jobs x columns, from the table, the columns that may be chosen, and the time."""
