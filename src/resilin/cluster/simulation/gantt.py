@@ -94,7 +94,9 @@ def chart(result: Result) -> str:
     for hours in _ticks(span / 3600):
         x = at(first + hours * 3600)
         marks.append(f'<line x1="{x}" x2="{x}" y1="{AXIS}" y2="{height}"/>')
-        marks.append(f'<text x="{x}" dx="2" y="11">{hours:g} h</text>')
+        # A label near the right edge would be cut: it is on the left of its line.
+        side = 'dx="-2" text-anchor="end"' if hours * 3600 > 0.85 * span else 'dx="2"'
+        marks.append(f'<text x="{x}" {side} y="11">{hours:g} h</text>')
     for index, job in enumerate(result.jobs):
         top = AXIS + ROW * index
         names.append(f'<text x="0" y="{top + 10}">{escape(_short(job.id))}</text>')
