@@ -54,17 +54,21 @@ class Served:
     def start(self, **env: str) -> None:
         """Start it, and wait until it answers."""
         self.state.mkdir(exist_ok=True)
-        (self.state / access.ADDRESS).unlink(missing_ok=True) if not env else None
+        address = self.state / access.ADDRESS
+        before = address.read_text() if address.exists() else None
         with (self.state / "serve.log").open("ab") as output:
             self.process = subprocess.Popen(
                 self.command, stdout=output, stderr=output, env={**self.env, **env}
             )
         if env:
             return  # it is about to be killed
-        address = self.state / access.ADDRESS
-        self.wait(lambda: address.exists() or self.ended)
-        assert address.exists(), self.said()
-        url = json.loads(address.read_text())["url"]
+        self.wait(lambda: self.ended or (address.exists() and address.read_text() != before))
+        assert not self.ended, self.said()
+        self.connect()
+
+    def connect(self) -> None:
+        """Find the address of a controller that has been started."""
+        url = json.loads((self.state / access.ADDRESS).read_text())["url"]
         self.client = Client(url, (self.state / access.TOKEN).read_text().strip())
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import ssl
 import urllib.error
@@ -35,7 +36,8 @@ class Client:
     def __init__(self, url: str, token: str, *, ca: str | None = None) -> None:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"url ({url!r}) must begin with http:// or https://")
-        self._url = url.rstrip("/")
+        self.url = url.rstrip("/")
+        """Its URL."""
         self._token = token
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         if url.startswith("https://"):
@@ -86,7 +88,7 @@ class Client:
 
     def _ask(self, method: str, path: str, told: Mapping[str, Any] | None = None) -> Any:
         body = None if told is None else json.dumps(told).encode()
-        request = urllib.request.Request(f"{self._url}/{path}", body, method=method)
+        request = urllib.request.Request(f"{self.url}/{path}", body, method=method)
         request.add_header("Authorization", f"Bearer {self._token}")
         request.add_header("Content-Type", "application/json")
         try:
@@ -96,8 +98,9 @@ class Client:
             with error:
                 content = error.read()
             raise Refused(error.code, _sentence(content) or f"HTTP {error.code}") from None
-        except urllib.error.URLError as error:
-            raise OSError(f"no controller answers at {self._url}: {error.reason}") from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise OSError(f"no controller answers at {self.url}: {reason}") from None
 
 
 def _sentence(content: bytes) -> str:
