@@ -26,6 +26,9 @@ GROUPS = {
         "top": "show a run while it is running",
         "report": "write one page with the charts of one or several runs",
     },
+    "share a cluster": {
+        "sched": "share a cluster among many jobs: serve, submit, ls, why, cancel, drain",
+    },
     "study": {
         "compare": "compare scaling rules under traces, over several seeds",
         "branch": "measure the critical batch of a checkpoint, by short runs from it",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from resilin.core import _validate
 from resilin.core.events import Candidate
@@ -68,6 +68,80 @@ class Choice(NamedTuple):
     """All candidates, by global batch size."""
 
 
+class Candidates(NamedTuple):
+    """Global batches that are compared, and their splits: a row for each number of replicas.
+
+    They depend on the bounds alone: whoever asks again, for other noise or another model, keeps
+    them.
+    """
+
+    reference: float
+    """The reference batch."""
+    replicas: Floats
+    """Data-parallel members, in one column."""
+    sizes: Floats
+    """Global batch sizes."""
+    local_bsz: Floats
+    """Largest micro-batch of each."""
+    steps: Floats
+    """Micro-batches that each replica runs in a step."""
+    possible: NDArray[np.bool_]
+    """Whether the bounds allow it."""
+
+    @classmethod
+    def of(
+        cls,
+        reference: float,
+        bounds: BatchBounds,
+        replicas: ArrayLike,
+        min_batch_size: int | None = None,
+    ) -> Candidates:
+        """The candidates for each of these numbers of replicas; see `best_plan`."""
+        count = np.asarray(replicas, np.float64)[:, None]
+        if not (count >= 1).all():
+            raise ValueError(f"replicas ({replicas!r}) must be at least 1")
+        lower, upper = bounds.local_bsz_bounds or (0, np.inf)
+        per_step = count * upper
+        largest = np.full_like(
+            count, np.inf if bounds.max_batch_size is None else bounds.max_batch_size
+        )
+        if not bounds.gradient_accumulation:
+            largest = np.minimum(largest, per_step)
+        if not np.isfinite(largest).all():
+            raise ValueError(
+                f"max_batch_size ({bounds.max_batch_size}) must be set: nothing else in {bounds} "
+                "limits the batch"
+            )
+        wanted = reference if min_batch_size is None else min_batch_size
+        name = "min_batch_size" if min_batch_size is not None else "reference"
+        _validate.real(name, wanted, above=0)
+        smallest = np.minimum(np.maximum(np.ceil(wanted), count * lower), largest)
+        grid = smallest * (largest / smallest) ** np.linspace(0.0, 1.0, GRID)
+        # Powers are not exact: round, and keep to the bounds.
+        grid = np.clip(np.rint(grid), smallest, largest)
+        # A last micro-batch that is half empty costs as much as a full one: try even splits too.
+        full = count * np.maximum(1.0, np.ceil(grid / per_step))
+        even = np.clip(np.floor(grid / full) * full, smallest, largest)
+        sizes = np.concatenate([grid, even], axis=1)
+        share = np.ceil(sizes / count)
+        steps = np.maximum(1.0, np.ceil(share / upper))
+        local = np.ceil(share / steps)
+        possible = np.floor(np.floor(sizes / count) / steps) >= lower
+        if not bounds.gradient_accumulation:
+            possible &= steps == 1
+        return cls(float(reference), count, sizes, local, steps, possible)
+
+    def seconds(self, model: ThroughputModel, hosts: ArrayLike) -> Floats:
+        """Predicted seconds of a step of each, on so many machines for each row."""
+        column = np.asarray(hosts, np.float64)[:, None]
+        return model.step_seconds(column, self.replicas, self.local_bsz, self.steps)
+
+    def goodput(self, noise: Noise | None, seconds: Floats) -> Floats:
+        """Goodput of each, from its seconds; 0 where it is not possible."""
+        value = self.sizes * efficiency(noise, self.sizes, self.reference) / seconds
+        return np.where(self.possible, value, 0.0)
+
+
 def best_plan(
     model: ThroughputModel,
     noise: Noise | None,
@@ -98,8 +172,9 @@ def best_plan(
         PlanError: No batch within the bounds can be split over this many replicas.
     """
     bounds.check_replicas(replicas)
-    table = _candidates(model, noise, reference, bounds, [hosts], [replicas], min_batch_size)
-    sizes, local, steps, values = (column[0] for column in table)
+    table = Candidates.of(reference, bounds, [replicas], min_batch_size)
+    sizes, local, steps = table.sizes[0], table.local_bsz[0], table.steps[0]
+    values = table.goodput(noise, table.seconds(model, [hosts]))[0]
     if not values.any():
         raise PlanError(
             f"no global batch from {sizes.min():.0f} to {sizes.max():.0f} can be split over "
@@ -120,6 +195,17 @@ def best_plan(
     return Choice(bounds.plan(best.batch_size, replicas), best.goodput, candidates)
 
 
+class Best(NamedTuple):
+    """The best plan for each of several placements, as arrays."""
+
+    goodput: Floats
+    """Reference samples per second; 0 where there is no plan."""
+    local_bsz: Floats
+    """Samples of a micro-batch."""
+    accumulation_steps: Floats
+    """Micro-batches of each replica in a step."""
+
+
 def best_goodput(
     model: ThroughputModel,
     noise: Noise | None,
@@ -131,53 +217,26 @@ def best_goodput(
     min_batch_size: int | None = None,
 ) -> Floats:
     """Goodput of `best_plan` for each entry of `hosts` and `replicas`; 0 where there is no plan."""
-    host_counts, counts = np.broadcast_arrays(hosts, replicas)
-    flat = (host_counts.reshape(-1), counts.reshape(-1))
-    values = _candidates(model, noise, reference, bounds, *flat, min_batch_size)[-1]
-    return np.asarray(values.max(axis=1).reshape(counts.shape))
+    return best_of_each(
+        model, noise, reference, bounds, hosts, replicas, min_batch_size=min_batch_size
+    ).goodput
 
 
-def _candidates(
+def best_of_each(
     model: ThroughputModel,
     noise: Noise | None,
     reference: float,
     bounds: BatchBounds,
     hosts: ArrayLike,
     replicas: ArrayLike,
-    min_batch_size: int | None,
-) -> tuple[Floats, Floats, Floats, Floats]:
-    """Batch size, micro-batch, steps and goodput: a row per placement; 0 is impossible."""
-    host = np.asarray(hosts, np.float64)[:, None]
-    count = np.asarray(replicas, np.float64)[:, None]
-    if not (count >= 1).all():
-        raise ValueError(f"replicas ({replicas!r}) must be at least 1")
-    lower, upper = bounds.local_bsz_bounds or (0, np.inf)
-    per_step = count * upper
-    largest = np.full_like(
-        count, np.inf if bounds.max_batch_size is None else bounds.max_batch_size
-    )
-    if not bounds.gradient_accumulation:
-        largest = np.minimum(largest, per_step)
-    if not np.isfinite(largest).all():
-        raise ValueError(
-            f"max_batch_size ({bounds.max_batch_size}) must be set: nothing else in {bounds} "
-            "limits the batch"
-        )
-    wanted = reference if min_batch_size is None else min_batch_size
-    _validate.real("min_batch_size" if min_batch_size is not None else "reference", wanted, above=0)
-    smallest = np.minimum(np.maximum(np.ceil(wanted), count * lower), largest)
-    grid = smallest * (largest / smallest) ** np.linspace(0.0, 1.0, GRID)
-    # Powers are not exact: round, and keep to the bounds.
-    grid = np.clip(np.rint(grid), smallest, largest)
-    # A last micro-batch that is half empty costs as much as a full one: try even splits as well.
-    full = count * np.maximum(1.0, np.ceil(grid / per_step))
-    sizes = np.concatenate([grid, np.clip(np.floor(grid / full) * full, smallest, largest)], axis=1)
-    share = np.ceil(sizes / count)
-    steps = np.maximum(1.0, np.ceil(share / upper))
-    local = np.ceil(share / steps)
-    possible = np.floor(np.floor(sizes / count) / steps) >= lower
-    if not bounds.gradient_accumulation:
-        possible &= steps == 1
-    seconds = model.step_seconds(host, count, local, steps)
-    value = sizes * efficiency(noise, sizes, reference) / seconds
-    return sizes, local, steps, np.where(possible, value, 0.0)
+    *,
+    min_batch_size: int | None = None,
+) -> Best:
+    """The same as `best_goodput`, with the split of each."""
+    host_counts, counts = np.broadcast_arrays(hosts, replicas)
+    table = Candidates.of(reference, bounds, counts.reshape(-1), min_batch_size)
+    values = table.goodput(noise, table.seconds(model, host_counts.reshape(-1)))
+    best = values.argmax(axis=1)[:, None]
+    columns = (values, table.local_bsz, table.steps)
+    chosen = (np.take_along_axis(each, best, axis=1) for each in columns)
+    return Best(*(np.asarray(each.reshape(counts.shape)) for each in chosen))

@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from resilin.core import _validate
-from resilin.core.fit import fit
-from resilin.core.hints import JobHints
 from resilin.core.plan import BatchPlan
 from resilin.training.gradient.split_check import SplitCheck, compare_pieces
+from resilin.training.hints import describe
 from resilin.training.job import current_job
 
 
@@ -120,29 +119,7 @@ def hints(max_replicas: int = 64) -> dict[str, Any]:
         allow no plan) or None without a throughput.
 
     Raises:
-        ValueError: No loader of the job chooses its batch size; `autoscale_batch_size` makes one.
+        ValueError: No loader of the job has begun to train.
     """
     _validate.whole("max_replicas", max_replicas, at_least=1)
-    job = current_job()
-    autoscaler = job.autoscaler
-    if autoscaler is None:
-        raise ValueError(
-            "there is nothing to tell before an AdaptiveDataLoader with autoscale_batch_size() has "
-            "begun to train"
-        )
-    observed = autoscaler.profile.observations()
-    clock, engine = job.timeline.clock, job.engine
-    told = JobHints(
-        hosts=engine.membership.num_hosts,
-        replicas=engine.membership.num_replicas,
-        reference=autoscaler.reference,
-        batch_size=autoscaler.batch_size,
-        bounds=autoscaler.bounds,
-        steps=clock.steps,
-        samples=clock.samples,
-        progress=clock.progress,
-        total=job.timeline.total_steps,
-        noise=None if job.trained is None else job.trained.scaling.sample_noise,
-        throughput=fit(observed).model if observed else None,
-    )
-    return told.with_speedup(max_replicas).to_json()
+    return describe(current_job()).with_speedup(max_replicas).to_json()
