@@ -1,7 +1,8 @@
 """A real kube-apiserver and etcd on this machine, from a directory that has both.
 
-`KUBEBUILDER_ASSETS` names the directory, as for the tests of Kubernetes' own tools. Its
-controllers and kubelets do not run: `kube_hands.py` does what they would.
+`KUBEBUILDER_ASSETS` names the directory, as for the tests of Kubernetes' own tools. If it has
+kube-controller-manager, too, the real controller looks after Jobs; `kube_hands.py` does what else
+there is to do.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class RealServer:
         etcd = shutil.which("etcd", path=f"{self._assets}:{os.environ['PATH']}")
         assert etcd is not None
         self._run(
-            folder,
+            self._folder,
             "etcd",
             etcd,
             "--data-dir",
@@ -78,7 +79,7 @@ class RealServer:
         lines = [f'{name},{name},{name},"{group}"' for name, group in USERS.items()]
         (folder / "tokens").write_text("\n".join(lines))
         self._run(
-            folder,
+            self._folder,
             "kube-apiserver",
             str(self._assets / "kube-apiserver"),
             f"--etcd-servers=http://127.0.0.1:{client}",
@@ -99,9 +100,28 @@ class RealServer:
         self.url = f"https://127.0.0.1:{port}"
         try:
             self._await()
+            self.has_controllers = self._start_controllers()
+            """Whether Jobs are looked after by Kubernetes itself."""
         except BaseException:
             self.close()
             raise
+
+    def _start_controllers(self) -> bool:
+        program = self._assets / "kube-controller-manager"
+        if not program.exists():
+            return False
+        self._run(
+            self._folder,
+            "kube-controller-manager",
+            str(program),
+            f"--kubeconfig={kubeconfig(self._folder, self.url, 'admin')}",
+            "--controllers=job-controller,ttl-after-finished-controller",
+            "--leader-elect=false",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={free_port()}",
+            f"--cert-dir={self._folder / 'controllers'}",
+        )
+        return True
 
     def _run(self, folder: Path, name: str, *command: str) -> None:
         with (folder / f"{name}.log").open("wb") as log:

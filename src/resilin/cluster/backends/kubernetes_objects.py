@@ -140,21 +140,31 @@ def status_of(job: Object, pods: Iterable[Object], up: Iterable[str]) -> PartSta
         return PartStatus(
             name=name, state=PartState.ENDED, node=node, code=_code(last), reason=_reason(last)
         )
-    over = is_over(job)
-    if over is None:
-        return PartStatus(name=name, state=PartState.PENDING)
-    code = 0 if over["type"] == "Complete" else None
-    return PartStatus(
-        name=name, state=PartState.ENDED, code=code, reason=str(over.get("reason", ""))
-    )
+    # The pod is gone: either none was made yet, or Kubernetes has begun to count it.
+    counts = job.get("status", {})
+    uncounted = counts.get("uncountedTerminatedPods") or {}
+    ends = _ends(job)
+    good = "Complete" in ends or "SuccessCriteriaMet" in ends
+    if good or counts.get("succeeded") or uncounted.get("succeeded"):
+        return PartStatus(name=name, state=PartState.ENDED, code=0)
+    if ends or counts.get("failed") or uncounted.get("failed"):
+        reason = str((ends.get("Failed") or ends.get("FailureTarget") or {}).get("reason", ""))
+        return PartStatus(name=name, state=PartState.ENDED, reason=reason)
+    return PartStatus(name=name, state=PartState.PENDING)
 
 
-def is_over(job: Object) -> Object | None:
-    """The condition of a Job that says that it is complete or has failed; None before that."""
-    for each in job.get("status", {}).get("conditions") or []:
-        if each["type"] in ("Complete", "Failed") and each["status"] == "True":
-            return dict(each)
-    return None
+def is_over(job: Object) -> bool:
+    """Whether a Job is complete or has failed."""
+    return not {"Complete", "Failed"}.isdisjoint(_ends(job))
+
+
+def _ends(job: Object) -> dict[str, Object]:
+    """Conditions of a Job that say that it is over, or will be when its pods are gone."""
+    kinds = ("Complete", "Failed", "SuccessCriteriaMet", "FailureTarget")
+    found = job.get("status", {}).get("conditions") or []
+    return {
+        each["type"]: each for each in found if each["type"] in kinds and each["status"] == "True"
+    }
 
 
 def _code(pod: Object) -> int | None:
