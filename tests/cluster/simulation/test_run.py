@@ -157,7 +157,7 @@ def test_a_policy_that_starves_everyone_is_given_up():
     [
         ({"end": "perhaps"}, "end"),
         ({"interval": 0}, "interval"),
-        ({"interval": 45}, "multiple of grain"),
+        ({"interval": 45, "events": True}, "multiple of grain"),
         ({"rescale_seconds": -1}, "rescale_seconds"),
         ({"adapts": "mood"}, "adapts"),
     ],

@@ -78,7 +78,7 @@ class Settings:
         _validate.one_of("end", self.end, ENDS)
         if self.adapts is not None:
             _validate.one_of("adapts", self.adapts, ADAPTS)
-        if self.interval % self.grain:
+        if (self.events or self.trace) and self.interval % self.grain:
             raise ValueError(
                 f"interval ({self.interval:g}) must be a multiple of grain ({self.grain:g})"
             )
@@ -194,7 +194,10 @@ class _Run:
                 used = now
             elif now - used > STUCK:
                 names = ", ".join(job.spec.id for job in running[:3])
-                raise ValueError(f"no job has had an accelerator for {STUCK:g} seconds: {names}")
+                raise ValueError(
+                    f"no job has had an accelerator for {STUCK:g} seconds: {names}; do they ask "
+                    f"for more than {settings.nodes} nodes of {settings.per_node}?"
+                )
         return Result(
             self._policy.name, tuple(map(_result, self._jobs)), self._capacity, self._decisions
         )
