@@ -19,12 +19,12 @@ import numpy as np
 from harness import finish, parse_args
 
 from resilin.cluster.decision import ClusterStatus
+from resilin.cluster.division.problem import Problem
+from resilin.cluster.division.solve import exact, price
 from resilin.cluster.job import JobSpec, JobStatus, Speeds
 from resilin.cluster.menu import menus, sizes
 from resilin.cluster.node import Node, free
 from resilin.cluster.policies.by_name import by_name
-from resilin.cluster.problem import Problem
-from resilin.cluster.solve import exact, price
 
 SCALES = {"64x64": (64, 4, 64), "10kx1k": (10_000, 8, 1000), "100kx5k": (100_000, 8, 5000)}
 """Accelerators, accelerators of a host, jobs."""

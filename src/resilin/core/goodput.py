@@ -195,6 +195,19 @@ def best_plan(
     return Choice(bounds.plan(best.batch_size, replicas), best.goodput, candidates)
 
 
+class Best(NamedTuple):
+    """The best plan for each of several placements, as arrays."""
+
+    goodput: Floats
+    """Reference samples per second; 0 where there is no plan."""
+    batch_size: Floats
+    """Samples of a step."""
+    local_bsz: Floats
+    """Samples of a micro-batch."""
+    accumulation_steps: Floats
+    """Micro-batches of each replica in a step."""
+
+
 def best_goodput(
     model: ThroughputModel,
     noise: Noise | None,
@@ -206,7 +219,26 @@ def best_goodput(
     min_batch_size: int | None = None,
 ) -> Floats:
     """Goodput of `best_plan` for each entry of `hosts` and `replicas`; 0 where there is no plan."""
+    return best_of_each(
+        model, noise, reference, bounds, hosts, replicas, min_batch_size=min_batch_size
+    ).goodput
+
+
+def best_of_each(
+    model: ThroughputModel,
+    noise: Noise | None,
+    reference: float,
+    bounds: BatchBounds,
+    hosts: ArrayLike,
+    replicas: ArrayLike,
+    *,
+    min_batch_size: int | None = None,
+) -> Best:
+    """The same as `best_goodput`, with the split of each."""
     host_counts, counts = np.broadcast_arrays(hosts, replicas)
     table = Candidates.of(reference, bounds, counts.reshape(-1), min_batch_size)
     values = table.goodput(noise, table.seconds(model, host_counts.reshape(-1)))
-    return np.asarray(values.max(axis=1).reshape(counts.shape))
+    best = values.argmax(axis=1)[:, None]
+    columns = (values, table.sizes, table.local_bsz, table.steps)
+    chosen = (np.take_along_axis(each, best, axis=1) for each in columns)
+    return Best(*(np.asarray(each.reshape(counts.shape)) for each in chosen))

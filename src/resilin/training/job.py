@@ -19,8 +19,11 @@ from resilin.training.data.iteration import Iterations
 from resilin.training.events import Events
 from resilin.training.model import TrainedModel
 from resilin.training.records import MicroBatch
+from resilin.training.report.measured import Measured
 from resilin.training.report.recorder import Recorder
+from resilin.training.report.reporter import Reporter
 from resilin.training.sizing.autoscale import Autoscaler
+from resilin.training.sizing.batch_size import BatchSizes
 from resilin.training.state.live import LiveState
 from resilin.training.state.randomness import RandomStates
 from resilin.training.state.recovery import Recovery
@@ -57,10 +60,16 @@ class Job:
     """The random generators of this replica; None until the job has started."""
     recorder: Recorder | None = None
     """Reports the steps; None until the job has started."""
+    measured: Measured | None = None
+    """Its speed, as it measures it for a scheduler; None while nobody asks for hints."""
+    reporter: Reporter | None = None
+    """Sends its hints to the scheduler of a cluster; None outside of one."""
     trained: TrainedModel | None = None
     """The model that is being trained, with its gradient and its gates."""
     autoscaler: Autoscaler | None = None
     """Chooses the batch size of the loader that trains, if anything does."""
+    sizes: BatchSizes | None = None
+    """Batch sizes of the loader that trains; None before one of resilin's has begun."""
     sized_by_noise: bool = False
     """Whether the batch size of that loader depends on the noise, which is measured then."""
     voters: list[Voter] = field(default_factory=list)
@@ -115,11 +124,17 @@ class Job:
 
     def state_dict(self) -> dict[str, Any]:
         """Clocks, epoch and the number of replicas, for checkpoints."""
-        return self.timeline.state(self.engine.membership.num_replicas)
+        state = self.timeline.state(self.engine.membership.num_replicas)
+        if self.reporter is not None and self.measured is not None:
+            # On all replicas, or none: the environment of the job says that there is a scheduler.
+            state["measured"] = self.measured.state()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned."""
         self.timeline.load(state)
+        if self.measured is not None and (measured := state.get("measured")) is not None:
+            self.measured.restore(measured)
 
 
 _current = Job()
@@ -137,6 +152,8 @@ def reset_job() -> Job:
         _current.recovery.close()
     if _current.recorder is not None:
         _current.recorder.close()
+    if _current.reporter is not None:
+        _current.reporter.close()
     if _current.trained is not None:
         _current.model.release()
     _current.iterations.close()

@@ -16,6 +16,7 @@ from resilin.core.hang import Phase
 from resilin.core.membership import Membership
 from resilin.engine import environment, lost
 from resilin.engine.changes import Changes
+from resilin.training import hints
 from resilin.training.gradient.step import StepGradient
 from resilin.training.job import Job
 from resilin.training.model import TrainedModel
@@ -122,6 +123,7 @@ def start(job: Job) -> Recovery:
             lost.shorten_traceback(job.engine.membership.replica)
         job.random = RandomStates(job.timeline, job.engine)
         job.registry.add_own(NAME, job.random)
+        hints.begin(job)
         if job.engine.changes is not None:
             job.live = _live(job, job.engine.changes)
         job.recovery = _recovery(job)
@@ -162,6 +164,8 @@ def begin_step(job: Job, asked_by: object = None) -> Membership:
     assert job.random is not None
     job.random.begin_step()
     job.timer.begin()
+    if job.measured is not None:
+        hints.step_begins(job, job.measured)
     recorder.step_begins()
     job.engine.pulse.begin_step()
     if job.live is not None and begins:
@@ -226,6 +230,8 @@ def commit_step(job: Job, outcome: StepOutcome) -> None:
     timeline.clock, timeline.last_step = model.advance(timeline.clock, plan)
     timeline.committed_in = job.engine.membership.generation
     job.engine.committed()
+    if job.measured is not None:
+        hints.committed(job, job.measured, plan)
     if job.recorder is not None:
         samples = timeline.last_step.samples
         job.recorder.committed(model.scaling, model.optimizer, samples, plan)
@@ -253,6 +259,8 @@ def end_epoch(job: Job, asked_by: object = None) -> None:
     """Ends the last step of an epoch."""
     recovery, recorder = _end_body(job, asked_by)
     recorder.epoch_over()
+    if job.measured is not None:
+        hints.epoch_over(job, job.measured)
     recovery.between_steps()
 
 
@@ -261,6 +269,12 @@ def end_training(job: Job) -> None:
     recovery, _ = _end_body(job)
     recovery.between_steps()
     recovery.finish()
+    finish(job)
+
+
+def finish(job: Job) -> None:
+    """Reports that the training is over."""
+    hints.finish(job)
     job.engine.pulse.beat(Phase.DONE, job.clock.steps)
 
 

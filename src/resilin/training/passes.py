@@ -276,6 +276,7 @@ class Passes:
         parts = self._sizes.take_part(self.cursor, job.voters, made_within=name.made_within)
         _check_sizing(parts, job.engine.membership)
         job.autoscaler, job.sized_by_noise = self._sizes.autoscaler, bool(parts)
+        job.sizes = self._sizes
         for part in PARTS:
             state = f"{name.text}/{part}"
             if part not in parts:

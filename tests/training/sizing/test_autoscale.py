@@ -129,8 +129,8 @@ def test_a_price_per_step_raises_the_batch_and_a_price_per_sample_lowers_it():
     else:
         assert decisions(live) == []
     told = json.loads(json.dumps(resilin.hints(max_replicas=16)))
-    assert told["version"] == 1
-    assert told["placement"] == {"hosts": 1, "replicas": 2}
+    assert told["version"] == 2
+    assert told["placement"] == {"hosts": 1, "replicas": 2, "accelerators_per_replica": 1}
     assert told["batch"]["current"] == live.loader.current_batch_size
     assert told["speedup"]["replicas"] == [1, 2, 4, 8, 16]
     assert told["speedup"]["speedup"][0] == 1
@@ -175,8 +175,9 @@ def test_setting_a_size_ends_the_choosing():
     live.run(5)
     assert live.loader.current_batch_size == 24
     assert live.loader.autoscaler is None
-    with pytest.raises(ValueError, match="nothing to tell before"):
-        resilin.hints()
+    # From now on the batch stays: that is what a scheduler has to know.
+    told = resilin.hints()["batch"]
+    assert (told["current"], told["fixed"], told["max_batch_size"]) == (24, True, 24)
 
 
 def test_the_nearest_allowed_size():

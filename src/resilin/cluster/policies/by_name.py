@@ -7,9 +7,9 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
-from resilin.cluster.constraints import Constraints
 from resilin.cluster.decision import Policy
-from resilin.cluster.value import Urgency
+from resilin.cluster.division.constraints import Constraints
+from resilin.cluster.division.value import Urgency
 
 POLICIES: Mapping[str, tuple[str, str]] = {
     "fifo": ("resilin.cluster.policies.fifo", "Fifo"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from resilin.core import _validate
 from resilin.core.hang import Phase
 from resilin.training.job import current_job
-from resilin.training.lifecycle import start
+from resilin.training.lifecycle import finish, start
 
 
 def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
@@ -34,7 +34,7 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
     finally:
         job.iterations.cursors.end_epochs()
     recovery.finish()
-    job.engine.pulse.beat(Phase.DONE, job.clock.steps)
+    finish(job)
 
 
 def begin_epoch(epoch: int) -> None:

@@ -342,6 +342,16 @@ class BatchSizes:
             samples=samples, scale=scale, gain=min(1.0, scale), sample_steps=sample_steps
         )
 
+    def as_fixed(self) -> tuple[int, int, BatchBounds]:
+        """The reference batch, the batch size now, and the bounds of one that stays like that."""
+        size, fits = self.now(), self.memory.limit
+        lower, upper = self._bounds.local_bsz_bounds or (0, size)
+        local = (min(lower, size), max(1, lower, min(upper, fits or upper)))
+        if self._bounds.local_bsz_bounds is None and fits is None:
+            return self._reference.batch_size, size, BatchBounds(size)
+        bounds = BatchBounds(size, local, self._bounds.gradient_accumulation)
+        return self._reference.batch_size, size, bounds
+
     def plan(
         self,
         samples: int,

@@ -1,0 +1,154 @@
+"""Hints of a job: its measurements, its batch size and its progress as one `JobHints`."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+from resilin.core.answer import Menu
+from resilin.core.clock import ClockName
+from resilin.core.fit import Fitted, fit
+from resilin.core.hints import End, JobHints
+from resilin.core.noise import Noise
+from resilin.core.plan import BatchBounds
+from resilin.core.profile import StepProfile
+from resilin.engine import devices, environment
+from resilin.engine.base import Engine
+from resilin.training.report.measured import Measured
+from resilin.training.sizing.batch_size import BatchSizes
+from resilin.training.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """The parts of a job that its hints are made of."""
+
+    engine: Engine
+    """The engine, which knows the members."""
+    timeline: Timeline
+    """Progress of the job."""
+    sizes: BatchSizes | None
+    """Batch sizes of the loader that trains; None if that is not one of resilin's."""
+    scale: float
+    """Global batch over reference batch, in the last step."""
+    clock: ClockName
+    """Clock of its rule, which decides when the run ends."""
+    noise: Noise | None
+    """Noise of the gradient, per sample; None until it was measured."""
+    measured: Measured
+    """The measurements of the job."""
+
+
+def job_hints(sources: Sources) -> JobHints:
+    """The hints of a job, with tables over the menu that it was given.
+
+    Args:
+        sources: The parts of the job, which has a loader that trains, or has made a step.
+    """
+    engine, timeline, measured = sources.engine, sources.timeline, sources.measured
+    me, clock = engine.membership, timeline.clock
+    reference, batch_size, bounds, fixed = _batch(sources)
+    per_replica = engine.processes_per_replica
+    multiple = max(per_replica, engine.processes_per_copy)
+    least, most = _replicas(bounds, batch_size, fixed=fixed)
+    fits = {kind: fit(each.observations()) for kind, each in _profiles(sources).items()}
+    total, end = _end(timeline, measured)
+    present = fits.get(measured.kind)
+    hints = JobHints(
+        job=os.environ.get(environment.JOB),
+        generation=me.generation,
+        time=time.time(),
+        accelerator=measured.kind,
+        rescale_seconds=measured.rescale_seconds,
+        hosts=me.num_hosts,
+        replicas=me.num_replicas,
+        accelerators_per_replica=per_replica,
+        # Rounded inwards, to what the job can have.
+        min_replicas=-(-least * per_replica // multiple) * multiple,
+        max_replicas=most
+        and max(-(-least * per_replica // multiple), most * per_replica // multiple) * multiple,
+        size_multiple=multiple,
+        profiled=_largest(sources) * per_replica,
+        reference=reference,
+        batch_size=batch_size,
+        fixed=fixed,
+        bounds=bounds,
+        steps=clock.steps,
+        samples=clock.samples,
+        progress=clock.progress if sources.clock == "progress" else clock.sample_steps,
+        total=total,
+        end=end,
+        clock=sources.clock,
+        noise=sources.noise,
+        throughput=None if present is None else present.model,
+    )
+    return hints.with_tables(measured.menu, _by_name(fits, measured.kind, measured.menu))
+
+
+def accelerator() -> str:
+    """Kind of accelerator that this process runs on: the cluster's name of it, or torch's."""
+    named = os.environ.get(environment.ACCELERATOR, "").strip()
+    if named:
+        return named[:100]
+    here = devices.here()
+    return torch.cuda.get_device_name() if here.kind == "cuda" else here.kind
+
+
+def _batch(sources: Sources) -> tuple[int, int, BatchBounds, bool]:
+    """Reference batch, batch size now, its bounds, and whether it stays what it is."""
+    sizes, timeline = sources.sizes, sources.timeline
+    if sizes is None:
+        # A loader of a framework: the batch is what its steps have.
+        assert timeline.last_step is not None
+        samples = timeline.last_step.samples
+        return max(1, round(samples / sources.scale)), samples, BatchBounds(samples), True
+    if sizes.autoscaler is not None:
+        chosen = sizes.autoscaler
+        return chosen.reference, chosen.batch_size, chosen.bounds, False
+    return *sizes.as_fixed(), True
+
+
+def _replicas(bounds: BatchBounds, batch_size: int, *, fixed: bool) -> tuple[int, int | None]:
+    """Smallest and largest number of replicas that have a plan, and samples for each of them."""
+    lower, upper = bounds.local_bsz_bounds or (0, None)
+    largest = batch_size if fixed else bounds.max_batch_size
+    least = 1
+    if fixed and upper is not None and not bounds.gradient_accumulation:
+        least = -(-batch_size // upper)
+    return least, None if largest is None else max(least, largest // max(1, lower))
+
+
+def _profiles(sources: Sources) -> dict[str, StepProfile]:
+    """Step times by kind; those of an autoscaler are the means of all replicas."""
+    profiles = dict(sources.measured.profiles)
+    sizes = sources.sizes
+    if sizes is not None and sizes.autoscaler is not None and sizes.autoscaler.profile.windows:
+        profiles[sources.measured.kind] = sizes.autoscaler.profile
+    return {kind: each for kind, each in profiles.items() if each.windows}
+
+
+def _largest(sources: Sources) -> int:
+    """The largest number of replicas at which steps were measured; 0 before the first one."""
+    keys = (key for each in _profiles(sources).values() for key in each.windows)
+    return max((key.replicas for key in keys), default=0)
+
+
+def _end(timeline: Timeline, measured: Measured) -> tuple[float | None, End]:
+    """Length of the run in reference steps, and how it is known."""
+    if timeline.total_steps is not None:
+        return timeline.total_steps, "declared"
+    if timeline.total_epochs is None or measured.epochs is None:
+        return None, "unknown"
+    # Epochs of a stream are as long as those before them, as far as anyone knows.
+    epochs, progress = measured.epochs
+    return progress / epochs * timeline.total_epochs, "estimated"
+
+
+def _by_name(fits: dict[str, Fitted], kind: str, menu: Menu) -> dict[str, Fitted]:
+    """The fits by the names of the menu: in a cluster of one kind it may have another name."""
+    if kind in fits and kind not in menu and len(menu) == 1:
+        return {**fits, next(iter(menu)): fits[kind]}
+    return fits
