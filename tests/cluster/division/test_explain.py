@@ -14,7 +14,9 @@ from tests.cluster.statuses import cluster, hosts, job, on, statuses
 
 
 def decide(*jobs, nodes=None, **options):
-    return by_name("ours").decide(cluster(nodes or hosts(2), list(jobs), **options), {})
+    return by_name("ours", growth=4.0, first=2).decide(
+        cluster(nodes or hosts(2), list(jobs), **options), {}
+    )
 
 
 def test_a_job_that_would_gain_less_than_others_waits_for_that_reason():

@@ -44,14 +44,29 @@ def test_a_job_that_was_never_measured_counts_as_the_shortest():
     table = table_of(job("new", speeds=(), profiled=0), job("old"))
     left = seconds_left(table, fair_goodput(table, table.may))
     assert left[0] == 0
-    assert weights(table, left, Urgency(p=1.0)) == pytest.approx([2.0, 1.0])
+    assert weights(table, left, Urgency(p=1.0, even=0.0)) == pytest.approx([2.0, 1.0])
 
 
 def test_weights_are_powers_of_the_rank_and_the_first_of_equals_has_the_higher_one():
     table = table_of(job("long", total=1e6), job("a"), job("b"), job("short", total=1100.0))
     left = seconds_left(table, fair_goodput(table, table.may))
-    assert weights(table, left, Urgency(p=1.0)) == pytest.approx([0.5, 1.5, 1.0, 2.0])
+    assert weights(table, left, Urgency(p=1.0, even=0.0)) == pytest.approx([0.5, 1.5, 1.0, 2.0])
     assert weights(table, left, Urgency(p=0.0)) == pytest.approx([1, 1, 1, 1])
+
+
+def test_a_few_jobs_are_weighted_more_evenly_than_many():
+    def ratio(num_jobs):
+        table = table_of(*(job(f"j{i}", total=2000.0 + i) for i in range(num_jobs)))
+        found = weights(table, seconds_left(table, np.ones(num_jobs)), Urgency(p=1.0, even=2.0))
+        return found.max() / found.min()
+
+    assert ratio(2) == pytest.approx(4 / 3)
+    assert ratio(16) == pytest.approx(18 / 3)
+
+
+def test_a_job_beyond_its_declared_end_is_taken_to_need_a_part_of_what_it_has_done():
+    table = table_of(job("late", done=1000.0, total=900.0))
+    assert seconds_left(table, np.ones(1)) == pytest.approx([200.0])
 
 
 def test_an_unknown_end_has_an_urgency_of_its_own():
@@ -78,7 +93,7 @@ def test_a_job_that_has_to_move_pays_nothing_for_it():
 def test_a_value_is_weight_times_log_of_speedup_and_restart():
     runs = job("runs", allocation=on(gpu_0=2), rescale_seconds=30.0, total=1e6, max_replicas=8)
     table = table_of(runs)
-    found = goodput_values(table, table.may, Urgency(p=1.0, horizon=300.0))[0]
+    found = goodput_values(table, table.may, Urgency(p=1.0, even=0.0, horizon=300.0))[0]
     speedup = (4 / 1.3) / (16 / 2.5)
     assert found[column(table, 4)] == pytest.approx(2 * math.log(speedup * 0.9))
     assert found[column(table, 2)] == pytest.approx(2 * math.log((2 / 1.1) / (16 / 2.5)))

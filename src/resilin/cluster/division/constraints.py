@@ -19,7 +19,8 @@ class Constraints:
     """Settings of the operator."""
 
     patience: float = 3600.0
-    """Seconds without accelerators after which a job comes first within its priority."""
+    """Seconds without accelerators after which a job comes first within its priority. It gets its
+    smallest size, and may lose it in the next round: `dwell` lets it stay."""
     dwell: float = 0.0
     """Seconds that a job keeps an allocation, unless its node leaves."""
     changes: int | None = None

@@ -28,8 +28,8 @@ def by_name(name: str, **options: Any) -> Policy:
     Args:
         name: One of `POLICIES`.
         options: Arguments of the policy. Fields of `Constraints` (`patience`, `dwell`, `changes`,
-            `lead`) and, for `ours`, of `Urgency` (`p`, `p_unknown`, `horizon`) may be given as
-            such.
+            `lead`) and, for `ours`, of `Urgency` (`p`, `p_unknown`, `even`, `horizon`) may be
+            given as such.
 
     Raises:
         ValueError: There is no such policy, or it does not take an option.

@@ -26,8 +26,8 @@ class Goodput:
         self,
         *,
         urgency: Urgency | None = None,
-        growth: float = 4.0,
-        first: int = 2,
+        growth: float = 8.0,
+        first: int = 4,
         constraints: Constraints | None = None,
     ) -> None:
         """Create the policy.
