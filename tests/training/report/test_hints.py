@@ -143,6 +143,21 @@ def test_the_first_hints_come_after_the_first_steps_and_then_at_intervals(cluste
     assert min(gaps) > 0.15
 
 
+def test_a_new_menu_is_answered_at_once_and_an_old_one_at_intervals(cluster, monkeypatch):
+    monkeypatch.setenv("RESILIN_HINTS_SECONDS", "1000")
+    loop = Loop()
+    loop.run(steps=8)
+    sender = resilin.current_job().reporter._sender
+    cluster.wait_for(lambda: sender.answer)
+    loop.run(steps=12)
+    cluster.wait_for(lambda: len(cluster.sent) == 2)
+    assert cluster.hints[1].tables
+    assert cluster.hints[1].steps <= 9
+    loop.run(steps=20)
+    sender.flush()
+    assert len(cluster.sent) == 2
+
+
 def test_an_autoscaled_job_reports_its_bounds_and_noise(cluster):
     Loop(autoscaled=True, samples=100 * BATCH).run(0.005)
     last = cluster.hints[-1]
