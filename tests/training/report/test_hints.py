@@ -143,6 +143,21 @@ def test_the_first_hints_come_after_the_first_steps_and_then_at_intervals(cluste
     assert min(gaps) > 0.15
 
 
+def test_a_new_menu_is_answered_at_once_and_an_old_one_at_intervals(cluster, monkeypatch):
+    monkeypatch.setenv("RESILIN_HINTS_SECONDS", "1000")
+    loop = Loop()
+    loop.run(steps=8)
+    sender = resilin.current_job().reporter._sender
+    cluster.wait_for(lambda: sender.answer)
+    loop.run(steps=12)
+    cluster.wait_for(lambda: len(cluster.sent) == 2)
+    assert cluster.hints[1].tables
+    assert cluster.hints[1].steps <= 9
+    loop.run(steps=20)
+    sender.flush()
+    assert len(cluster.sent) == 2
+
+
 def test_an_autoscaled_job_reports_its_bounds_and_noise(cluster):
     Loop(autoscaled=True, samples=100 * BATCH).run(0.005)
     last = cluster.hints[-1]
@@ -303,7 +318,7 @@ def warnings_of(caplog):
         ((200, b"<html>welcome</html>"), "the answer must be JSON"),
         ((200, b'{"replicas": 1}'), "menu is missing"),
         ((200, b'{"replicas": 1, "leaves": null, "menu": {"a": [[0, 0]]}}'), "must be at least 1"),
-        ((200, b" " * 2_000_000), "must have at most 1048576"),
+        ((200, b" " * 2_000_000), "must have at most 1048576 bytes"),
     ],
     ids=["400", "409", "500", "redirect", "html", "partial", "zero", "long"],
 )
@@ -545,6 +560,27 @@ def test_what_was_measured_survives_a_restart_and_its_cost_is_known(
     loop.run(0.01, steps=65)
     assert resilin.current_job().measured.changes[0] == kept
     assert len(resilin.current_job().measured.changes) == 2
+
+
+@pytest.mark.parametrize("launch", ["same", "another"])
+def test_another_launch_is_not_charged_for_hours_without_machines(cluster, monkeypatch, launch):
+    monkeypatch.setenv("RESILIN_MEMORY_DIR", "off")
+    loop = Loop()
+    engine = resilin.current_job().engine
+    monkeypatch.setattr(type(engine), "memory_name", "same")
+    loop.run(0.01, steps=10)
+    measured = resilin.current_job().measured
+    state = measured.state()
+    state["last"][0] -= 7 * 3600
+    monkeypatch.setattr(type(engine), "memory_name", launch)
+    measured.load(state)
+    engine.raise_generation(1)
+    loop.run(0.01, steps=20)
+    (seconds,) = measured.changes
+    if launch == "same":
+        assert seconds == pytest.approx(7 * 3600, abs=60)
+    else:
+        assert 0 < seconds <= measured_module.launch_age(engine)
 
 
 @pytest.mark.parametrize(
