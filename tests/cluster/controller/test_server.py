@@ -24,6 +24,7 @@ from resilin.cluster.controller.meeting import OutsideStore
 from resilin.cluster.controller.records import Opened
 from resilin.cluster.controller.rules import Rules
 from resilin.cluster.controller.server import Server
+from resilin.cluster.policies.by_name import by_name
 from resilin.core.hints import JobHints
 from resilin.core.plan import BatchBounds
 from tests.cli.live.certificates import Signer
@@ -56,14 +57,14 @@ class Memory:
 
 
 @contextmanager
-def serving(tmp_path, certificate=None):
+def serving(tmp_path, certificate=None, policy=None):
     """A server, and the controller behind it, which takes a step when it is told to."""
     journal = Journal(tmp_path / "state")
     journal.append([Opened(time=time.time(), cluster="c1")])
     face = Face(url="http://x", token=TOKEN)
-    controller = Controller(
-        journal, Memory(), OutsideStore("127.0.0.1:1"), Even(), Rules(lead=0.0), face, tell=str
-    )
+    rules = Rules(lead=0.0, interval=0.0)
+    store, policy = OutsideStore("127.0.0.1:1"), policy or Even()
+    controller = Controller(journal, Memory(), store, policy, rules, face, tell=str)
     controller.turn()
     server = Server(("127.0.0.1", 0), certificate)
     server.api = Api(controller)
@@ -251,39 +252,49 @@ values = st.recursive(
 )
 
 
-@settings(
-    deadline=None,
-    max_examples=150,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+TABLE = {"sizes": [1, 2], "hosts": [1, 1], "goodput": [1.0, 1.9], "spread": [0.1, 0.1]}
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("ours"), policy=by_name("ours")) as (server, controller):
+        for name in ("one", "two"):
+            server.api.submit({"launch": LAUNCH, "name": name})
+        yield server, controller
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_garbage_is_a_400_and_changes_nothing(served, data):
-    server, controller, _ = served
-    if "one" not in controller.state.jobs:
-        server.api.submit({"launch": LAUNCH, "name": "one"})
-    whole = hints(when=0.0, generation=0)
+def test_garbage_is_refused_or_does_no_harm(ours, data):
+    server, controller = ours
+    whole = hints(when=0.0, generation=0, goodput={"cpu": dict(TABLE)})
     kind = data.draw(st.sampled_from(["bytes", "json", "changed"]))
     if kind == "bytes":
         body = data.draw(st.binary(max_size=200))
     elif kind == "json":
         body = json.dumps(data.draw(values)).encode()
     else:
-        place, *path = data.draw(st.sampled_from(_paths(whole)))
-        target = whole if not path else whole[place]
-        target[path[0] if path else place] = data.draw(values)
+        *path, last = data.draw(st.sampled_from(_paths(whole)))
+        target = whole
+        for each in path:
+            target = target[each]
+        target[last] = data.draw(values)
         body = json.dumps(whole).encode()
     status, answer, _ = ask(server, "PUT", "/jobs/one/hints", body, **bearer())
     assert status in (200, 400, 409), answer
     assert isinstance(json.loads(answer), dict)
     controller.turn()
-    assert not [text for text in controller.troubles if "policy" in text]
+    assert not controller.troubles
+    assert set(controller.state.wanted) == {"one", "two"}
 
 
 def _paths(told):
-    found = [(name,) for name in told]
-    found += [
-        (name, inner) for name, each in told.items() if isinstance(each, dict) for inner in each
-    ]
+    """The way to each field, also within others."""
+    found = []
+    for name, each in told.items():
+        found.append((name,))
+        if isinstance(each, dict):
+            found += [(name, *inner) for inner in _paths(each)]
     return found
 
 

@@ -14,7 +14,7 @@ from resilin.cluster.controller.loop import Controller
 from resilin.cluster.controller.meeting import OutsideStore
 from resilin.cluster.controller.records import Opened
 from resilin.cluster.controller.rules import Rules
-from tests.cluster.controller.cheap import assert_never_twice, launch
+from tests.cluster.controller.cheap import assert_never_twice, launch, statuses
 from tests.cluster.controller.made import Even, node
 
 CAPACITY = {"a": 2, "b": 1, "c": 1}
@@ -131,6 +131,7 @@ def test_whatever_the_backend_says_no_job_is_lost_or_started_twice(tmp_path, see
     finally:
         run.end()
     assert_never_twice(tmp_path / "local", CAPACITY)
+    assert len(statuses(tmp_path / "local")) > len(names)  # they were moved
     assert {job["id"] for job in run.api.jobs()} == set(names)
     assert any("no answer" in text for text in run.said)
 
