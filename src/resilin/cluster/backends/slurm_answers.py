@@ -48,7 +48,7 @@ ASKED = "asked"
 LEFT = (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
 """Exit codes of a part that was asked to leave."""
 _PAIR = re.compile(r"(?:^|\s)([A-Za-z]\w*)=(\S*)")
-_GPU = re.compile(r"\bgpu(?::([^:,()]+))?:(\d+)")
+_GPU = re.compile(r"\bgpu(?::(?:\(null\)|([^:,()]+)))?:(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
