@@ -247,7 +247,8 @@ def test_a_part_that_does_not_leave_is_ended_at_once_when_asked_again(ours, part
     assert seen(ours).state is PartState.RUNNING
     ours.stop(one.name, 0)
     found = until(ours, PartState.ENDED)
-    assert "CANCELLED" in found.reason
+    # Slurm may learn of its end before it is told to cancel it.
+    assert "CANCELLED" in found.reason or found.code == 128 + signal.SIGKILL
     assert not (tmp_path / one.name / "got").exists()
 
 
