@@ -15,7 +15,7 @@ NODE = (
     "AvailableFeatures=nvme Gres=gpu:a100:4(S:0-1),gpu:v100:2(S:0),shard:8 GresDrain=N/A "
     "GresUsed=gpu:a100:3(IDX:0-2),gpu:v100:1(IDX:0),shard:0(0/2,0/2) "
     "NodeAddr=gpu-1 Version=24.05.1 OS=Linux 6.1 #1 SMP RealMemory=512000 AllocMem=64000 "
-    "MemSpecLimit=2000 ThreadsPerCore=2 State={state} Partitions=gpu,spot BootTime=2026-01-01T00:00:00 "
+    "MemSpecLimit=2000 ThreadsPerCore=2 State={state} Partitions=gpu,spot "
     "CfgTRES=cpu=126 {reason}"
 )
 
