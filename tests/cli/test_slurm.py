@@ -11,6 +11,7 @@ import pytest
 
 from resilin.cli import slurm as command
 from tests.cluster.sharing import JOB, assert_as_undisturbed, sizes_of
+from tests.cluster.sharing_job import HURRY
 from tests.cluster.slurm_cluster import missing, slurm_cluster
 
 real = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -28,12 +29,12 @@ def slurm(tmp_path_factory):
 def submit(slurm, tmp_path):
     """Submits a job that counts its samples, and returns the id of its array."""
 
-    def start(*options, pause=0.1):
+    def start(*options):
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "resilin.cli", "slurm", JOB, "--checkpoint-dir", "saved"),
                 *("--partition", "spot", "--gpus-per-node", "2", "--nproc", "1", *options, "--"),
-                *(tmp_path / "job", "--epochs", str(EPOCHS), "--seed", "5", "--pause", str(pause)),
+                *(tmp_path / "job", "--epochs", str(EPOCHS), "--seed", "5", "--pause", "1"),
             ],
             cwd=tmp_path,
             env={**os.environ, **slurm.environment, "OMP_NUM_THREADS": "1"},
@@ -91,11 +92,12 @@ def restarts(slurm, element):
 @pytest.mark.timeout(600)
 def test_a_job_array_trains_with_the_nodes_that_are_left(slurm, submit, tmp_path):
     # One element more than there are nodes: it never runs.
-    array = submit("--nodes", "1:4", pause=0.1)
+    array = submit("--nodes", "1:4")
     wait_until(lambda: replicas(tmp_path) == 3, slurm, tmp_path)
     element = next(number for number, state in states(slurm, array).items() if state == "RUNNING")
     displace(slurm, f"{array}_{element}", seconds=600)
     wait_until(lambda: replicas(tmp_path) == 2, slurm, tmp_path)
+    (tmp_path / "job" / HURRY).touch()
     wait_until(lambda: (tmp_path / "job" / "final.pt").exists(), slurm, tmp_path)
     queue = "squeue", "--noheader", "--partition=spot"
     wait_until(lambda: not slurm.call(*queue), slurm, tmp_path)
@@ -112,9 +114,11 @@ def test_a_job_array_trains_with_the_nodes_that_are_left(slurm, submit, tmp_path
 @pytest.mark.timeout(600)
 def test_an_element_that_was_displaced_comes_back(slurm, submit, tmp_path):
     # Two nodes at least: without it, the other cannot finish.
-    array = submit("--nodes", "2:2", pause=0.05)
+    array = submit("--nodes", "2:2")
     wait_until(lambda: replicas(tmp_path) == 2, slurm, tmp_path)
     displace(slurm, f"{array}_1", seconds=3)
+    wait_until(lambda: restarts(slurm, f"{array}_1") == "1", slurm, tmp_path)
+    (tmp_path / "job" / HURRY).touch()
     wait_until(lambda: not slurm.call("squeue", "--noheader"), slurm, tmp_path)
     assert restarts(slurm, f"{array}_1") == "1"
     assert set(states(slurm, array).values()) == {"COMPLETED"}

@@ -242,11 +242,14 @@ def test_a_part_that_does_not_leave_is_ended_at_once_when_asked_again(ours, part
     here(one, tmp_path)
     ours.stop(one.name, 600)
     wait_until((tmp_path / one.name / "got").exists)
+    (tmp_path / one.name / "got").unlink()
+    ours.stop(one.name, 500)  # a second signal would disturb it while it saves
     assert seen(ours).state is PartState.RUNNING
     ours.stop(one.name, 0)
     found = until(ours, PartState.ENDED)
-    assert "CANCELLED" in found.reason
-    assert (tmp_path / one.name / "got").read_text() == str(int(signal.SIGUSR1))
+    # Slurm may learn of its end before it is told to cancel it.
+    assert "CANCELLED" in found.reason or found.code == 128 + signal.SIGKILL
+    assert not (tmp_path / one.name / "got").exists()
 
 
 def test_slurm_keeps_the_time_of_grace_by_itself(slurm, ours, part, tmp_path, named):

@@ -16,6 +16,7 @@ from resilin.cli.sched import access
 from resilin.cluster.backends.base import PartState
 from resilin.cluster.backends.local import LocalBackend
 from tests.cluster.sharing import JOB, assert_as_undisturbed, steps_done
+from tests.cluster.sharing_job import HURRY
 from tests.cluster.slurm_cluster import missing, slurm_cluster
 
 pytestmark = [
@@ -75,7 +76,7 @@ def submit(controller, tmp_path, name, seed):
             "name": name,
             "max": 4,
             "launch": {
-                "script": [str(JOB), *options, "--pause", "0.3"],
+                "script": [str(JOB), *options, "--pause", "1"],
                 "directory": str(tmp_path),
                 "python": sys.executable,
                 "options": [],
@@ -108,6 +109,9 @@ def test_three_jobs_share_four_nodes_through_a_drain_and_a_loss(slurm, controlle
     ]
     assert lost != drained
     slurm.set_state(lost, "DOWN")
+    wait_until(lambda: not jobs_on(lost), tell)
+    for name in NAMES:
+        (tmp_path / name / HURRY).touch()
     wait_until(lambda: all(job["ended"] is not None for job in controller.jobs()), tell)
     assert {job["id"]: job["phase"] for job in controller.jobs()} == dict.fromkeys(
         NAMES, "finished"

@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import math
 import os
-import re
-import shlex
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from resilin.cluster.backends import slurm_answers as answers
 from resilin.cluster.backends.base import Backend, BackendError, Part, PartState, PartStatus
+from resilin.cluster.backends.slurm_commands import call, change, script
 from resilin.cluster.backends.slurm_options import SlurmOptions, from_text
 from resilin.cluster.job import check_name
 from resilin.cluster.node import Node
@@ -32,13 +30,6 @@ from resilin.cluster.node import Node
 T = TypeVar("T")
 COMMANDS = ("sbatch", "scancel", "scontrol", "squeue")
 """Commands of Slurm that are called."""
-TIMEOUT = 60.0
-"""Seconds after which a command counts as unanswered; the controller of a busy site takes many."""
-FORGOTTEN = re.compile(
-    r"(SLURM|SQUEUE|SCANCEL|SCONTROL)_(?!CONF)|SBATCH_(WAIT|EXPORT)$|RESILIN_.*TOKEN"
-)
-"""Variables that the commands do not get: those of a Slurm job that the controller may run in, what
-changes their answers, and secrets, which a job would inherit."""
 
 
 class SlurmBackend:
@@ -61,7 +52,7 @@ class SlurmBackend:
         if absent := [name for name in COMMANDS if shutil.which(name) is None]:
             return f"no {', '.join(absent)} on the path: this machine has no commands of Slurm"
         try:
-            said = _call("scontrol", "ping")
+            said = call("scontrol", "ping")
         except BackendError as error:
             return str(error)
         return None if " is UP" in said else f"the controller of Slurm does not answer: {said}"
@@ -97,28 +88,24 @@ class SlurmBackend:
         machines = {each.name: each for each in self._machines(part.node)}
         if part.node not in machines:
             raise BackendError(f"Slurm has no node {part.node} for {part.name}")
-        said = _call("sbatch", *self._arguments(part, machines[part.node]), text=_script(part))
+        said = call("sbatch", *self._arguments(part, machines[part.node]), text=script(part))
         number = int(said.partition(";")[0])
         # Whoever else has submitted it at the same moment sees both too, and keeps the same one.
         if number != min((job.number for job in self._jobs(name)), default=number):
-            _call("scancel", str(number))
+            call("scancel", str(number))
 
     def stop(self, name: str, grace: float) -> None:
         """Ask a part to save and leave; Slurm ends it when the grace period is over."""
         for job in self._jobs(self._prefix + name):
             number = str(job.number)
             if job.phase is PartState.PENDING:
-                _call("scancel", number)
+                call("scancel", number)
             elif job.phase is PartState.RUNNING and grace > 0:
-                ran = max(0.0, time.time() - (job.started or time.time()))
-                limit = math.ceil((ran + grace) / 60)
-                if job.limit is None or limit < job.limit:
-                    _call("scontrol", "update", f"JobId={number}", f"TimeLimit={limit}")
-                _signal("USR1", number)
+                _ask(job, grace)
             elif job.phase is PartState.RUNNING:
                 # Cancelling alone would leave it the time between SIGTERM and SIGKILL.
-                _signal("KILL", number)
-                _call("scancel", number)
+                change("scancel", "--signal=KILL", "--batch", number)
+                call("scancel", number)
 
     def list(self) -> tuple[PartStatus, ...]:
         """All parts that Slurm knows: those that ended, for as long as its `MinJobAge`."""
@@ -130,32 +117,32 @@ class SlurmBackend:
     def _jobs(self, name: str | None = None) -> Sequence[answers.Job]:
         """Jobs of this cluster, or those of one name."""
         only = [] if name is None else [f"--name={name}"]
-        said = _call(
+        said = call(
             *("squeue", "--noheader", "--all", "--states=all", f"--user={os.getuid()}"),
             *(*only, f"--Format={answers.FORMAT}"),
         )
         return [job for job in _read(answers.jobs, said) if job.name.startswith(self._prefix)]
 
     def _machines(self, *names: str) -> Sequence[answers.Machine]:
-        said = _call("scontrol", "--oneliner", "--details", "show", "node", *names)
+        said = call("scontrol", "--oneliner", "--details", "show", "node", *names)
         return _read(answers.machines, said)
 
     def _partition(self) -> str | None:
         if self._options.partition:
             return self._options.partition
-        return answers.default_partition(_call("scontrol", "--oneliner", "show", "partition"))
+        return answers.default_partition(call("scontrol", "--oneliner", "show", "partition"))
 
     def _reserved(self) -> Mapping[str, tuple[float, bool]]:
         """When each reserved node leaves, and whether parts may run on it until then."""
         found: dict[str, tuple[float, bool]] = {}
         now = time.time()
-        said = _call("scontrol", "--oneliner", "show", "reservation")
+        said = call("scontrol", "--oneliner", "show", "reservation")
         for each in sorted(_read(answers.reservations, said), key=lambda one: one.start):
             if not each.nodes or each.end <= now or each.nodes == "(null)":
                 continue
             ours = each.name == self._options.reservation
             entry = (each.end, each.start <= now) if ours else (each.start, each.start > now)
-            for name in _call("scontrol", "show", "hostnames", each.nodes).split():
+            for name in call("scontrol", "show", "hostnames", each.nodes).split():
                 if ours or (name not in found and self._options.reservation is None):
                     found[name] = entry
         return found
@@ -192,7 +179,7 @@ class SlurmBackend:
         cpus, memory = self._share(machine)
         found = {
             "job-name": self._prefix + part.name,
-            "comment": f"resilin accelerators={part.accelerators}",
+            "comment": _comment(part.accelerators),
             "nodes": "1",
             "ntasks": "1",
             "nodelist": part.node,
@@ -242,50 +229,27 @@ def backend(cluster: str, options: Mapping[str, str]) -> Backend:
     return SlurmBackend(cluster, from_text(options))
 
 
-def _script(part: Part) -> str:
-    """The batch script: it becomes the part, so that signals to the script reach the part."""
-    lines = ["#!/bin/sh"]
-    for name, value in part.environment.items():
-        if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise BackendError(f"{name!r} cannot be the name of a variable of {part.name}")
-        # Not as an argument of sbatch, which everybody on this machine can read.
-        lines.append(f"export {name}={shlex.quote(value)}")
-    return "\n".join([*lines, f"exec {shlex.join(part.command)}", ""])
-
-
-def _signal(name: str, number: str) -> None:
+def _ask(job: answers.Job, grace: float) -> None:
+    """Ask a part once to leave, and have Slurm end it when the grace period is over."""
+    update = ["scontrol", "update", f"JobId={job.number}"]
+    now = time.time()
+    limit = math.ceil((max(0.0, now - (job.started or now)) + grace) / 60)
+    sooner = [f"TimeLimit={limit}"] if job.limit is None or limit < job.limit else []
+    if job.asked:
+        # A further signal would disturb it while it saves.
+        if sooner:
+            change(*update, *sooner)
+        return
+    mark = f"Comment={_comment(job.accelerators)} {answers.ASKED}"
     try:
-        _call("scancel", f"--signal={name}", "--batch", number)
-    except BackendError as error:
-        if not re.search("already completing|not running|nvalid job id", str(error)):
-            raise
+        change(*update, mark, *sooner)
+    except BackendError:
+        change(*update, mark)  # a site may not let users change time limits
+    change("scancel", "--signal=USR1", "--batch", str(job.number))
 
 
-def _call(*command: str, text: str = "") -> str:
-    """Output of a command of Slurm.
-
-    Raises:
-        BackendError: It failed, or did not end in time.
-    """
-    keeps = {name: value for name, value in os.environ.items() if not FORGOTTEN.match(name)}
-    try:
-        done = subprocess.run(
-            command,
-            env={**keeps, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C.UTF-8"},
-            input=text,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=TIMEOUT,
-        )
-    except subprocess.TimeoutExpired:
-        raise BackendError(f"{command[0]} gave no answer in {TIMEOUT:.0f} s") from None
-    except OSError as error:
-        raise BackendError(f"{command[0]} cannot be called: {error.strerror}") from None
-    if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        raise BackendError(f"{' '.join(command[:3])}: {said}")
-    return done.stdout
+def _comment(accelerators: int) -> str:
+    return f"resilin accelerators={accelerators}"
 
 
 def _read(parse: Callable[[str], Iterable[T]], text: str) -> Sequence[T]:

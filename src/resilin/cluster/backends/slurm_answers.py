@@ -43,10 +43,12 @@ GONE = {
 """States of a node that takes no jobs."""
 LEAVING = {"DRAIN", "DRAINED", "DRAINING", "FAILING", "MAINT", "MAINTENANCE", "REBOOT_REQUESTED"}
 """States of a node that takes no new jobs, and lets those that it has continue."""
+ASKED = "asked"
+"""Last word of the comment of a job that was asked to leave."""
 LEFT = (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
 """Exit codes of a part that was asked to leave."""
 _PAIR = re.compile(r"(?:^|\s)([A-Za-z]\w*)=(\S*)")
-_GPU = re.compile(r"\bgpu(?::([^:,()]+))?:(\d+)")
+_GPU = re.compile(r"\bgpu(?::(?:\(null\)|([^:,()]+)))?:(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,8 @@ class Job:
     """Its time limit in minutes; None if it has none."""
     accelerators: int
     """Accelerators it has, which our comment says."""
+    asked: bool
+    """Whether it was asked to leave, which our comment says."""
     reason: str
     """Reason why it waits or has ended, in Slurm's words."""
 
@@ -180,6 +184,7 @@ def jobs(text: str) -> Iterator[Job]:
             started=seconds(started),
             limit=_minutes(limit),
             accelerators=int(count[1]) if count else 0,
+            asked=comment.endswith(ASKED),
             reason=reason,
         )
 
