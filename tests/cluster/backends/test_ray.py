@@ -359,3 +359,16 @@ def test_an_elastic_job_grows_and_shrinks_by_the_node_of_rank_0(ours, names, end
     sizes = sharing.sizes_of(folder)
     assert (sizes[0], max(sizes), sizes[-1]) == (1, 3, 2)
     sharing.assert_as_undisturbed(folder, epochs=4, seed=3)
+
+
+# What cannot be honoured ----------------------------------------------------------------------
+
+
+def test_without_ray_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert backend("test", {}).detect() == "the backend ray needs ray: pip install 'resilin[ray]'"
+
+
+def test_an_option_that_is_unknown_is_refused():
+    with pytest.raises(ValueError, match="option 'colour' must be one of address, resource, kind"):
+        backend("test", {"colour": "red"})

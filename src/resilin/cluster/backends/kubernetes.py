@@ -67,7 +67,7 @@ class KubernetesBackend:
         self._api: Any = None
 
     def detect(self) -> str | None:
-        """Why Kubernetes cannot be used here; None if it can."""
+        """The reason why Kubernetes cannot be used here; None if it can."""
         try:
             self._jobs()
             self.nodes()

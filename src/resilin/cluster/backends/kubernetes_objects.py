@@ -177,7 +177,7 @@ def _code(pod: Object) -> int | None:
 
 
 def _reason(pod: Object) -> str:
-    """Why a pod was evicted, waits or failed, in the words of Kubernetes."""
+    """The reason why a pod was evicted, waits or failed, in the words of Kubernetes."""
     status = pod["status"]
     for condition in status.get("conditions") or []:
         disrupted = condition["type"] == "DisruptionTarget" and condition["status"] == "True"

@@ -61,7 +61,7 @@ class RayBackend:
         self._ledger: Any = None
 
     def detect(self) -> str | None:
-        """Why Ray cannot be used here; None if it can."""
+        """The reason why Ray cannot be used here; None if it can."""
         try:
             self._connect()
         except (BackendError, ImportError) as error:
