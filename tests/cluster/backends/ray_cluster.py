@@ -12,9 +12,55 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "RESILIN_RUN_DIR": "off",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's own choice is 15: beside any other busy process, workers would hardly run.
+    "RAY_worker_niceness": "0",
+}
+
+
+class Nodes:
+    """The process that has the nodes, for tests."""
+
+    def __init__(self, number: int, accelerators: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(number), str(accelerators)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **ENVIRONMENT},
+        )
+        first = self._read()
+        self.address: str = first["address"]
+        self.ids: list[str] = first["nodes"]
+        """Ids of the nodes with which it began."""
+
+    def order(self, text: str) -> str:
+        """Give an order; returns the id of its node."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{text}\n")
+        self._process.stdin.flush()
+        (answer,) = self._read().values()
+        return str(answer)
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        raise AssertionError("the process that has the nodes has ended")
+
+    def close(self) -> None:
+        """End all nodes, and what runs on them."""
+        self._process.communicate(timeout=100)
 
 
 def children(pid: int) -> list[int]:

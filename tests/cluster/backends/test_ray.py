@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -17,57 +16,19 @@ import pytest
 from resilin.cluster.backends.base import BackendError, Part, PartState
 from resilin.cluster.backends.ray import backend
 from tests.cluster import sharing
+from tests.cluster.backends.ray_cluster import ENVIRONMENT, Nodes
 
 # The cluster is made by whichever test asks for it first.
 pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).parents[3]
 PATIENCE = 120.0
 """Seconds after which something that has not happened never will."""
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "RESILIN_RUN_DIR": "off",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray's own choice is 15: beside any other busy process, workers would hardly run.
-    "RAY_worker_niceness": "0",
-}
 LIFE = uuid.uuid4().hex[:8]
 """Part of the id of each job: copies in memory of a test that failed must not be found."""
 SAVES = "trap 'sleep 0.3; exit 7' USR1; echo $$ >> {}; while :; do sleep 0.05; done"
 """A command that writes down its process, and leaves in good order."""
 REFUSES = "trap '' USR1; echo $$ >> {0}; setsid sleep 1000 & echo $! >> {0}; wait"
 """A command that does not leave, nor does its child in another session."""
-
-
-class Nodes:
-    """The process that has the nodes."""
-
-    def __init__(self, number: int, accelerators: int) -> None:
-        script = Path(__file__).with_name("ray_cluster.py")
-        self._process = subprocess.Popen(
-            [sys.executable, str(script), str(number), str(accelerators)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
-        )
-        self.address = self._read()["address"]
-
-    def order(self, text: str) -> str:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{text}\n")
-        self._process.stdin.flush()
-        (answer,) = self._read().values()
-        return answer
-
-    def _read(self) -> dict:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise AssertionError("the process that has the nodes has ended")
-
-    def close(self) -> None:
-        self._process.communicate(timeout=100)
 
 
 @pytest.fixture(scope="module")
@@ -398,3 +359,16 @@ def test_an_elastic_job_grows_and_shrinks_by_the_node_of_rank_0(ours, names, end
     sizes = sharing.sizes_of(folder)
     assert (sizes[0], max(sizes), sizes[-1]) == (1, 3, 2)
     sharing.assert_as_undisturbed(folder, epochs=4, seed=3)
+
+
+# What cannot be honoured ----------------------------------------------------------------------
+
+
+def test_without_ray_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert backend("test", {}).detect() == "the backend ray needs ray: pip install 'resilin[ray]'"
+
+
+def test_an_option_that_is_unknown_is_refused():
+    with pytest.raises(ValueError, match="option 'colour' must be one of address, resource, kind"):
+        backend("test", {"colour": "red"})

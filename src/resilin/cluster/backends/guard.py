@@ -69,8 +69,10 @@ class Command:
     """
 
     def __init__(self, order: Mapping[str, Any]) -> None:
-        # "a": a part that is started again on the same node continues the file.
-        with open(order["log"] or os.devnull, "ab") as log:
+        log_file = Path(order["log"] or os.devnull)
+        # The directory of the controller need not be on this machine.
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        with log_file.open("ab") as log:
             self._process = subprocess.Popen(
                 order["command"],
                 env={**os.environ, **order["environment"]},
