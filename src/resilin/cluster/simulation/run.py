@@ -175,16 +175,16 @@ class _Run:
         while waiting or running:
             for job in running:
                 job.advance(now, step)
-            end = max((job.finished for job in running if job.finished is not None), default=0.0)
-            done = [job for job in running if job.finished is not None]
+            ends = [job.finished for job in running if job.finished is not None]
             running = [job for job in running if job.finished is None]
-            self._count(now, step if waiting or running else end - now)
+            # Nobody asks for what is there after the last end.
+            self._count(now, step if waiting or running else max(ends) - now)
             now += step
             came = False
             while waiting and waiting[-1].spec.submitted <= now:
                 running.append(waiting.pop())
                 came = True
-            happened = self._fleet.advance(now) or (settings.events and (came or bool(done)))
+            happened = self._fleet.advance(now) or (settings.events and (came or bool(ends)))
             if running and (happened or now - decided >= settings.interval):
                 self._decide(now, running)
                 decided = now

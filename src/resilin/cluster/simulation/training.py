@@ -178,7 +178,7 @@ class RecordedTraining:
                 compute_seconds=step - sync,
                 sync_seconds=sync,
             )
-        if self._batch_size is None or not self._oracle:
+        if not self._oracle:
             self._noise = Noise(sqr_norm, variance * self._application.reference)
 
     def _fit(self) -> _Fitted:
