@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import given as example
 
 from resilin.cluster.decision import Quota
+from resilin.cluster.job import Speeds
 from resilin.cluster.policies.by_name import by_name
 from tests.cluster.statuses import cluster, hosts, job, on, statuses
 
@@ -28,8 +29,8 @@ def test_a_job_that_would_gain_less_than_others_waits_for_that_reason():
     assert (reason.size, reason.next_size) == (0, 1)
     assert 0 < reason.value < reason.price
     assert reason.text == (
-        f"waits: 1 more accelerators would be worth {reason.value:.2g} each to it, "
-        f"and {reason.price:.2g} each to others"
+        f"waits: 1 more accelerator would be worth {reason.value:.2g} to it, "
+        f"and {reason.price:.2g} to others"
     )
 
 
@@ -47,8 +48,16 @@ def test_a_job_that_would_gain_less_than_others_waits_for_that_reason():
             job("a", allocation=on(gpu_0=1), preemptible=False),
             "has 1: it may not be preempted",
         ),
-        (job("a", min_replicas=20), "waits: no node can hold its smallest size, 20"),
+        (
+            job("a", min_replicas=20),
+            "waits: no kind of node has 20 accelerators, its smallest size",
+        ),
         (job("a"), "has 8: no larger size is offered to it"),
+        (job("a", kinds=("tpu",)), "waits: no node has accelerators of its kinds, tpu"),
+        (
+            job("a", speeds=(Speeds(kind="gpu", sizes=(1,), goodput=(0.0,)),)),
+            "waits: its hints allow no size that is offered",
+        ),
         (
             job("a", allocation=on(gpu_0=4), rescale_seconds=1e4, total=1500.0),
             "has 4: more accelerators would not make it faster, with the cost of a change counted",
@@ -59,11 +68,21 @@ def test_a_limit_is_named(one, text):
     assert decide(one).reasons["a"].text == text
 
 
+def test_a_higher_priority_is_named():
+    found = decide(job("low"), job("high", priority=1))
+    assert found.allocations.keys() == {"high"}
+    reason = found.reasons["low"]
+    assert reason.text == (
+        f"waits: {reason.next_size} more accelerator would be worth {reason.value:.2g} to it, "
+        "but jobs of a higher priority come first"
+    )
+
+
 def test_the_limit_of_a_tenant_is_named():
     found = decide(
         job("a", tenant="t"), job("b", tenant="t"), job("c"), quotas={"t": Quota(limit=2)}
     )
-    assert found.reasons["a"].text.endswith("each to others of its tenant")
+    assert found.reasons["a"].text.endswith("to others of its tenant")
 
 
 def test_accelerators_on_the_wrong_hosts_are_named():
@@ -95,7 +114,7 @@ def test_a_job_has_all_that_is_worth_its_price_or_the_sentence_says_what_limits_
         if reason.next_size is None:
             assert reason.text.count("worth") == 0
         elif reason.value > max(reason.price, 0.0):
-            assert reason.text.endswith("are left over for it")
+            assert reason.text.endswith(("are left over for it", "come first"))
             assert free < reason.next_size - reason.size
         elif reason.value > 0:
             assert reason.text.endswith("to others")

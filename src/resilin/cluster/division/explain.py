@@ -61,12 +61,16 @@ def reasons(made: Explained) -> dict[str, Reason]:
     kind = columns.kind[met]
     cheapest = made.shares.prices.min(axis=1, initial=np.inf)
     price = np.where(kind >= 0, made.shares.prices[rows, kind], cheapest)
+    served = max(
+        (job.spec.priority for job, size in zip(table.jobs, made.given, strict=True) if size),
+        default=0,
+    )
     found = {}
     for row, job in enumerate(table.jobs):
         can = bool(np.isfinite(value[row]))
         next_size = int(columns.sizes[best[row]]) if can else None
         numbers = float(value[row]) if can else 0.0, float(price[row])
-        text = _because(made, row, bool(placed[row]), next_size, *numbers)
+        text = _because(made, row, bool(placed[row]), next_size, *numbers, served)
         size = int(made.given[row])
         found[job.spec.id] = Reason(
             size=size,
@@ -79,7 +83,13 @@ def reasons(made: Explained) -> dict[str, Reason]:
 
 
 def _because(
-    made: Explained, row: int, placed: bool, next_size: int | None, value: float, price: float
+    made: Explained,
+    row: int,
+    placed: bool,
+    next_size: int | None,
+    value: float,
+    price: float,
+    served: int,
 ) -> str:
     table, job, size = made.table, made.table.jobs[row], int(made.given[row])
     spec = job.spec
@@ -94,14 +104,18 @@ def _because(
         return _limit(made, row, size)
     more = next_size - size
     others = "others of its tenant" if made.shares.limited[row] else "others"
+    what, each = ("accelerator", "") if more == 1 else ("accelerators", " each")
     numbers = (
-        f"{more} more accelerators would be worth {value:.2g} each to it, "
-        f"and {price:.2g} each to {others}"
+        f"{more} more {what} would be worth {value:.2g}{each} to it, "
+        f"and {price:.2g}{each} to {others}"
     )
     if value <= 0:
         return "more accelerators would not make it faster, with the cost of a change counted"
     if value <= price:
         return numbers
+    if served > spec.priority:
+        worth = f"{more} more {what} would be worth {value:.2g}{each} to it"
+        return f"{worth}, but jobs of a higher priority come first"
     return f"{numbers}, but fewer than {more} are left over for it"
 
 
@@ -116,7 +130,11 @@ def _limit(made: Explained, row: int, size: int) -> str:
             return f"it has not been measured yet, so it starts with {int(made.largest[row])}"
         return f"it has run on {job.profiled} at most, so it may have {int(made.largest[row])} now"
     if not size:
-        return f"no node can hold its smallest size, {spec.min_replicas}"
+        if spec.kinds and not set(spec.kinds) & set(table.columns.kinds):
+            return f"no node has accelerators of its kinds, {', '.join(spec.kinds)}"
+        if spec.min_replicas > table.capacity.max(initial=0):
+            return f"no kind of node has {spec.min_replicas} accelerators, its smallest size"
+        return "its hints allow no size that is offered"
     if size >= spec.max_replicas:
         return f"that is its largest size, {spec.max_replicas}"
     return "no larger size is offered to it"
