@@ -71,7 +71,7 @@ class Server:
 
     def hang(self) -> Reply:
         """An answer that does not come while the test runs."""
-        self.released.wait(60)
+        self.released.wait(600)
         return GOOD
 
     def wait_for(self, condition: Callable[[], Any], seconds: float = 30.0) -> Any:
