@@ -11,6 +11,7 @@ from typing import Any
 from resilin.cluster.controller import records as r
 from resilin.cluster.controller.codec import from_json
 from resilin.cluster.controller.decide import usable
+from resilin.cluster.controller.knowledge import check_hints
 from resilin.cluster.controller.loop import Controller
 from resilin.cluster.controller.state import Job, State
 from resilin.cluster.controller.views import job_view, jobs_view, nodes_view, why_view
@@ -154,6 +155,7 @@ class Api:
             Conflict: Later ones are known, or the job has ended.
         """
         hints = JobHints.from_json(told)
+        check_hints(hints)
         now = time.time()
         if hints.job is not None and hints.job != name:
             raise ValueError(f"job.id ({hints.job}) must be {name}, whose address was used")

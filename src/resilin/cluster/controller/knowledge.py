@@ -11,6 +11,11 @@ from resilin.cluster.job import RESCALE_SECONDS, JobStatus, Speeds
 from resilin.cluster.node import Allocation
 from resilin.core.hints import HintsError, JobHints
 
+MOST = 1e18
+"""Largest number of samples, and of samples per second."""
+MOST_RESCALE = 86400.0
+"""Longest time that a change of size may be said to take, in seconds."""
+
 
 def job_status(
     job: Job,
@@ -57,6 +62,26 @@ def job_status(
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
+
+
+def check_hints(hints: JobHints) -> None:
+    """Raises if numbers are so large or small that sums over all jobs would suffer from them."""
+    work = [("progress", hints.progress * hints.reference)]
+    if hints.total is not None:
+        work.append(("total", hints.total * hints.reference))
+    for name, value in work:
+        if not value <= MOST:
+            raise HintsError(f"progress.{name} ({value:g} samples) must be at most {MOST:g}")
+    for table in hints.tables:
+        for value in table.goodput:
+            if value and not 1 / MOST <= value <= MOST:
+                raise HintsError(
+                    f"goodput.{table.kind} ({value:g}) must be 0, or from {1 / MOST:g} to {MOST:g}"
+                )
+    if not (hints.rescale_seconds or 0.0) <= MOST_RESCALE:
+        raise HintsError(
+            f"job.rescale_seconds ({hints.rescale_seconds}) must be at most {MOST_RESCALE:g}"
+        )
 
 
 def read_hints(told: Mapping[str, Any] | None) -> JobHints | None:
