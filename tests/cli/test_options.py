@@ -71,6 +71,10 @@ def test_the_environment_of_torchrun_goes_before_our_defaults(monkeypatch):
         (["--hang-timeout=0"], "--hang-timeout: '0' must be a number"),
         (["--hang-timeout=nan"], "--hang-timeout: 'nan' must be a number"),
         (["--checkpoint-every=0steps"], "--checkpoint-every: '0steps' must be a whole"),
+        (["--nproc=0"], r"--nproc \(0\) must be at least 1"),
+        (["--nproc=many"], r"--nproc \(many\): "),
+        (["--nnodes=1:2", "--rdzv-endpoint=a:99999"], r"\(a:99999\) must end with a port from 0"),
+        (["--nnodes=1:2", "--rdzv-endpoint=a:b"], r"\(a:b\) must end with a port from 0"),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error(given, message):
@@ -89,6 +93,12 @@ def test_how_long_a_step_may_hang(monkeypatch):
     monkeypatch.setenv(environment.HANG_TIMEOUT, "soon")
     with pytest.raises(ValueError, match="RESILIN_HANG_TIMEOUT: 'soon' must be"):
         parsed()
+
+
+def test_our_options_are_listed_before_those_of_torchrun():
+    text = options.parser().format_help()
+    assert text.index("resilin:\n  --nproc") < text.index("torchrun:\n  -h, --help")
+    assert text.index("--processes-per-copy") < text.index("--rdzv-endpoint")
 
 
 def test_an_error_is_one_line_after_a_short_usage(capsys):

@@ -35,7 +35,8 @@ def test_a_report_is_one_file(runs, monkeypatch, capsys):
     monkeypatch.chdir(runs)
     assert report.main(["a"]) == 0
     assert "wrote report.html" in capsys.readouterr().err
-    assert "<title>resilin report: a</title>" in (runs / "report.html").read_text()
+    title = "<title>resilin report: train.py --epochs 4, 1970-01-01 00:16 UTC</title>"
+    assert title in (runs / "report.html").read_text()
     assert sorted(path.name for path in runs.iterdir()) == ["a", "b", "report.html"]
 
 

@@ -161,9 +161,12 @@ tell("start")
 sys.exit(3)
 """
     options = ["--max-restarts", "1", "--memory-dir", tmp_path / "memory", "--rdzv-id", "job7"]
-    status, lines = ends(job(code, *options, RESILIN_LOG="WARNING"))
+    run_dir = {environment.RUN_DIR: str(tmp_path / "run")}
+    status, lines = ends(job(code, *options, RESILIN_LOG="WARNING", **run_dir))
     assert status == 1
     assert sum("exited with code 3" in line for line in lines) == 2
+    end = list(read_events(tmp_path / "run"))[-1]
+    assert (end.kind, end.detail) == ("gave_up", "after 1 restart (--max-restarts 1)")
     assert lines[-2] == "resilin: gave up after 1 restart (--max-restarts 1)"
     assert (
         f"kept the latest state in {tmp_path}/memory/job7: resume with --rdzv-id job7" in lines[-1]
@@ -385,7 +388,7 @@ def test_what_cannot_start_fails_at_once(tmp_path, monkeypatch, capsys, command,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("raise SystemExit('was started')")
     (tmp_path / "some-directory").mkdir()
-    assert run.main(command) == 1
+    assert run.main(command) == 2
     error = capsys.readouterr().err
     assert error.startswith("resilin: ")
     assert said in error
@@ -396,7 +399,7 @@ def test_what_cannot_start_fails_at_once(tmp_path, monkeypatch, capsys, command,
 def test_a_script_that_cannot_be_read_fails_at_once(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text("")
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may read everything
-    assert run.main([str(tmp_path / "train.py")]) == 1
+    assert run.main([str(tmp_path / "train.py")]) == 2
     assert "cannot be read by user" in capsys.readouterr().err
 
 
@@ -405,7 +408,7 @@ def test_a_place_for_checkpoints_that_is_named_in_the_environment_is_tried(
 ):
     (tmp_path / "train.py").write_text("raise SystemExit('was started')")
     monkeypatch.setenv(environment.CHECKPOINT_DIR, "nosuchprotocol://bucket/job")
-    assert run.main([str(tmp_path / "train.py")]) == 1
+    assert run.main([str(tmp_path / "train.py")]) == 2
     assert "Protocol not known" in capsys.readouterr().err
 
 

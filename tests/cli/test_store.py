@@ -16,6 +16,14 @@ from resilin.engine.stop import StopRequest
 from tests.cli.live.certificates import Signer
 
 
+@pytest.mark.parametrize("port", ["65536", "-1", "http"])
+def test_a_port_that_does_not_exist_is_a_wrong_usage(port, capsys):
+    with pytest.raises(SystemExit) as end:
+        store.main([f"--port={port}"])
+    assert end.value.code == 2
+    assert f"argument --port: '{port}' is not a port from 0 to 65535" in capsys.readouterr().err
+
+
 def test_agents_can_meet_until_a_signal_ends_it():
     command = [sys.executable, "-m", "resilin.cli", "store", "--host", "127.0.0.1", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

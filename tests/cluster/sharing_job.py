@@ -26,6 +26,8 @@ NUM_SAMPLES = 997
 """Samples in an epoch: no number of replicas divides it."""
 BATCH_SIZE = 24
 """Global batch size, the same for any number of replicas."""
+HURRY = "hurry"
+"""File in the folder of the job that ends all pauses: a test is done with what it does to it."""
 CHECKPOINT_EVERY = 20
 """Steps between two checkpoints."""
 
@@ -96,7 +98,8 @@ def main() -> None:
             optimizer.zero_grad()
             if model.clock.steps > step:
                 completed = model.clock.steps
-                time.sleep(args.pause)
+                if not (args.folder / HURRY).exists():
+                    time.sleep(args.pause)
     if membership.replica == 0:
         state = {"steps": model.clock.steps, "parameters": net.state_dict()}
         mine = args.folder / f"final-{os.getpid()}.tmp"

@@ -1,10 +1,12 @@
 """Hints of a job: what a scheduler writes and reads, without torch."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilin.core.answer import Answer
+from resilin.core.clock import CLOCKS
 from resilin.core.fit import Fitted, StepTime, fit
-from resilin.core.goodput import best_goodput
+from resilin.core.goodput import best_goodput, best_of_each
 from resilin.core.hints import VERSION, GoodputTable, HintsError, JobHints, Speedup
 from resilin.core.noise import Noise
 from resilin.core.plan import BatchBounds
@@ -89,6 +92,7 @@ def hints(draw):
         progress=draw(real),
         total=total,
         end=end,
+        clock=draw(st.sampled_from(CLOCKS)),
         noise=draw(st.none() | st.builds(Noise, real, real)),
         throughput=draw(st.none() | st.just(MODEL)),
         speedup=draw(st.none() | st.just(Speedup(replicas=(1, 2), speedup=(1.0, 0.0)))),
@@ -195,6 +199,7 @@ LONG = {name: list(range(1, 601)) for name in ("sizes", "hosts", "goodput", "spr
         ("batch.local_bsz_bounds", list(range(1001)), "1001 entries, and must have at most 1000"),
         ("progress.end", "soon", r"progress.end \('soon'\) must be one of declared, estimated"),
         ("progress.end", "unknown", r"end \('unknown'\) must be 'unknown' if total \(1000.0\)"),
+        ("progress.clock", "wall", r"progress.clock \('wall'\) must be one of .*progress"),
         ("goodput", [], r"goodput \(\[\]\) must be an object"),
         ("goodput", {"a": 1}, r"goodput.a: goodput.a \(1\) must be an object"),
         ("goodput", {"a": table(sizes=[2, 1, 3])}, "goodput.a: sizes must be ascending"),
@@ -235,7 +240,7 @@ def without_new_fields(told):
         del told[path]
     del told["placement"]["accelerators_per_replica"]
     del told["batch"]["fixed"]
-    del told["progress"]["end"]
+    del told["progress"]["end"], told["progress"]["clock"]
     return {**told, "version": 1}
 
 
@@ -264,6 +269,17 @@ def test_version_1_is_read_as_a_job_that_says_less():
 def test_a_text_that_is_no_hint_is_an_error_of_hints(text, message):
     with pytest.raises(HintsError, match=message):
         JobHints.parse(text)
+
+
+def test_the_record_on_the_page_is_one_and_has_all_fields():
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "hints.md").read_text()
+    (text,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    shown = JobHints.parse(text)
+    assert shown.to_json() == json.loads(text)
+    names = {".".join(path) for path in places(shown.to_json())}
+    assert names >= {".".join(path) for path in places(HINTS.to_json())}
+    (answer,) = re.findall(r'`(\{"replicas": .*?\})`', page, re.DOTALL)
+    assert Answer.parse(answer).menu["a100"][-1] == (8, 2)
 
 
 # A table over the menu --------------------------------------------------------------------------
@@ -311,6 +327,16 @@ def test_the_goodput_of_a_fixed_batch_is_its_throughput():
     twice = replace(job, batch_size=128, bounds=BatchBounds(128))
     worth = HINTS.noise.efficiency(128, 64) * 128 / MODEL.step_seconds(1, 2, 64)
     assert float(twice.goodput(1, 2)) == pytest.approx(float(worth))
+
+
+def test_where_the_run_ends_by_samples_the_best_plan_counts_by_its_samples():
+    by_samples = replace(HINTS, clock="samples")
+    hosts, replicas = [1, 1, 2], [1, 4, 8]
+    best = best_of_each(MODEL, HINTS.noise, 64, HINTS.bounds, hosts, replicas)
+    seconds = MODEL.step_seconds(hosts, replicas, best.local_bsz, best.accumulation_steps)
+    assert by_samples.goodput(hosts, replicas) == pytest.approx(best.batch_size / seconds)
+    assert (by_samples.goodput(hosts, replicas) > HINTS.goodput(hosts, replicas))[1:].all()
+    assert by_samples.goodput(1, 129) == 0  # replicas of 8 samples each exceed the largest batch
 
 
 # Answers of a scheduler -------------------------------------------------------------------------

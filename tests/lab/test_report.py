@@ -316,3 +316,25 @@ def test_time_axes_have_a_sensible_unit():
         "h",
         "d",
     ]
+
+
+@pytest.mark.parametrize(("kind", "said"), [("gave_up", "gave up"), ("stopped", "stopped")])
+def test_a_run_that_was_given_up_says_so_and_that_is_no_fault(kind, said):
+    told = told_run()
+    before = summarise(run_of(told))
+    assert before.ended == ""
+    last = max(event.time for event in told)
+    end = events.FaultEvent(
+        time=last + 1, step=120, generation=1, kind=kind, detail="after 3 restarts"
+    )
+    after = summarise(run_of([*told, end]))
+    assert after.ended == f"{said} after 3 restarts"
+    assert after.faults == before.faults
+    assert ("ended", after.ended) in after.rows()
+    again = replace([each for each in told if each.name == "step"][-1], time=last + 2)
+    assert summarise(run_of([*told, end, again])).ended == ""
+
+
+def test_a_time_that_no_calendar_has_leaves_the_name_of_the_run():
+    told = [replace(event, time=event.time * 1e300) for event in told_run()]
+    assert report._title(summarise(run_of(told, name="run"))) == "run"

@@ -81,6 +81,33 @@ def test_a_run_that_tells_nothing_is_silent_and_one_without_events_is_waited_for
     assert "waiting for events" in shown(Status("x"), 0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "state", "words"),
+    [
+        ("worker_hung", "hung", "hung 5.0 s ago"),
+        ("stopped", "stopped", "stopped after"),
+        ("gave_up", "gave up", "gave up after"),
+    ],
+)
+def test_how_a_run_ended_is_its_state_until_it_makes_a_step(kind, state, words):
+    status = Status("x")
+    status.take(told_run(total=None))
+    now = status.last + 5
+    end = events.FaultEvent(
+        time=status.last, step=120, generation=1, kind=kind, detail="by SIGTERM"
+    )
+    status.take([end])
+    assert status.state(now) == state
+    assert words in shown(status, now)
+    other = events.FaultEvent(
+        time=status.last, step=120, generation=1, kind="machine_left", detail=""
+    )
+    status.take([other])
+    assert status.state(now) == state
+    status.take([replace(status.step, step=121)])
+    assert status.state(now) == "running"
+
+
 def test_the_length_of_a_run_may_be_unknown():
     status = status_of(told_run(total=None))
     assert status.fraction is None

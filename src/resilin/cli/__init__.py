@@ -28,6 +28,7 @@ GROUPS = {
     },
     "share a cluster": {
         "sched": "share a cluster among many jobs: serve, submit, ls, why, cancel, drain",
+        "slurm": "submit an elastic job to Slurm, as a job array of single nodes",
     },
     "study": {
         "compare": "compare scaling rules under traces, over several seeds",
@@ -37,6 +38,7 @@ GROUPS = {
     },
     "prepare a machine": {
         "doctor": "check whether this machine can take part in a job",
+        "clean": "show and remove states that jobs have left in memory",
         "store": "serve the rendezvous of jobs on a machine that stays up",
         "completion": "print the shell completion script for this command",
     },

@@ -108,13 +108,18 @@ class ReportingAgent(WrappedAgent):
         elif self._bound_fruitless and self._lives.hopeless:
             best = self._lives.best
             made = "a step" if best is None else f"a new step after step {best}"
-            say(
-                f"gave up: the workers failed {self._lives.fruitless} times in a row without "
-                f"making {made}; the last error: {self._last_failure} (--max-restarts N would "
-                "restart them N times)"
+            self._give_up(
+                f"the workers failed {self._lives.fruitless} times in a row without making {made}; "
+                f"the last error: {self._last_failure} (--max-restarts N would restart them N "
+                "times)",
+                ": ",
             )
         else:
-            say(f"gave up after {count(restarts, 'restart')} (--max-restarts {max_restarts})")
+            self._give_up(f"after {count(restarts, 'restart')} (--max-restarts {max_restarts})")
+
+    def _give_up(self, reason: str, mark: str = " ") -> None:
+        say(f"gave up{mark}{reason}")
+        record("gave_up", reason)
 
     def around_rendezvous(self, stock: Callable[..., None], group: WorkerGroup) -> None:
         """Run the rendezvous, and repeat it if an agent leaves before it is complete."""

@@ -154,6 +154,26 @@ def abandoned(parent: Path) -> list[Path]:
     ]
 
 
+def remove_abandoned(path: Path) -> bool:
+    """Remove a directory that nobody holds.
+
+    Returns:
+        Whether it was removed; a job that was started meanwhile keeps it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        # Under the lock: a job that starts now waits for it, and then makes a new directory.
+        if not _lock_alone(descriptor):
+            return False
+        shutil.rmtree(path)
+    finally:
+        os.close(descriptor)
+    return True
+
+
 def _make(path: Path) -> None:
     """Create a directory for this user alone, or accept an existing one."""
     path.mkdir(mode=0o700, exist_ok=True)

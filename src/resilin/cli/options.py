@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed.run as torchrun
 
+from resilin.compat.python_names import list_first
 from resilin.core.hang import PATIENCE
 from resilin.engine import environment
 from resilin.engine.environment import parse_every
@@ -46,6 +47,8 @@ SHORTEST_LEASE = 2.0
 """Shortest lease that etcd grants, in seconds."""
 LOOPBACK = "127.0.0.1"
 """Default address on which workers of a live job listen."""
+LAST_PORT = 65535
+"""The highest port there is."""
 LIVE_OPTIONS = ("heartbeat", "membership", "lease", "address", "processes_per_copy")
 """Options that only live jobs have."""
 RENDEZVOUS_OPTIONS = ("nnodes", "rdzv_endpoint", "rdzv_conf", "node_rank", "local_addr")
@@ -113,6 +116,7 @@ def parser() -> argparse.ArgumentParser:
         f"${environment.HANG_TIMEOUT}, or {HANG_TIMEOUT}.",
     )
     _add_live(group.add_argument)
+    list_first(ours, "resilin", others="torchrun")
     defaults = {
         "nproc_per_node": "auto" if torch.accelerator.is_available() else "1",
         "nnodes": None,
@@ -179,6 +183,7 @@ def complete(args: argparse.Namespace) -> None:
         except ValueError as error:
             raise ValueError(f"--checkpoint-every: {error}") from None
     hang_timeout(args)
+    _check_numbers(args)
     if args.warm and (args.module or args.no_python or args.run_path):
         raise ValueError(
             "--warm needs a Python script: it cannot be combined with --module, --no-python or "
@@ -216,6 +221,22 @@ def complete(args: argparse.Namespace) -> None:
         args.rdzv_conf = f"{defaults},{args.rdzv_conf}".rstrip(",")
     args.nnodes = args.nnodes or "1:1"
     args.rdzv_id = args.rdzv_id or uuid.uuid4().hex[:12]
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Check the number of workers and the port: torch would fail late, or wait for nobody."""
+    try:
+        workers = torchrun.determine_local_world_size(args.nproc_per_node)
+    except ValueError as error:
+        raise ValueError(f"--nproc ({args.nproc_per_node}): {error}") from None
+    if workers < 1:
+        raise ValueError(f"--nproc ({args.nproc_per_node}) must be at least 1")
+    if args.rdzv_backend == "c10d" and args.rdzv_endpoint:
+        host, _, port = args.rdzv_endpoint.rpartition(":")
+        if host and not (port.isdecimal() and int(port) <= LAST_PORT):
+            raise ValueError(
+                f"--rdzv-endpoint ({args.rdzv_endpoint}) must end with a port from 0 to {LAST_PORT}"
+            )
 
 
 def _complete_live(args: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from resilin.engine import environment
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the script and the checkpoint directory.
+    """Check the script, the endpoint and the checkpoint directory.
 
     Raises:
         OSError: The script does not exist, or cannot be read.

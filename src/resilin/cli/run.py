@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous import (
 from resilin.cli import preflight, warm
 from resilin.cli.agent import ReportingAgent
 from resilin.cli.errors import GaveUp, ScriptNotLive, say, told
+from resilin.cli.faults import record
 from resilin.cli.hang import Watchdog
 from resilin.cli.memory import MemoryDirectory
 from resilin.cli.options import complete, hang_timeout, meeting, parser, stop_signals
@@ -54,7 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run this machine's part of the job until it is over.
 
     Returns:
-        0 if the job finished, 1 if it failed, 128 + N if signal N stopped it.
+        0 if the job finished, 1 if it failed, 2 if it cannot be started as asked, 128 + N if signal
+        N stopped it.
     """
     ours = parser()
     args = ours.parse_args(arguments)
@@ -66,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         preflight.check(args)
     except (OSError, ValueError, ImportError) as error:
         say(told(error))
-        return 1
+        return 2
     # A limit that the user sets is obeyed exactly; the default only bounds a long series of faults.
     bound = args.max_restarts is None
     args.max_restarts = MAX_RESTARTS if bound else args.max_restarts
@@ -86,11 +88,13 @@ def main(arguments: Sequence[str]) -> int:
         code = 0
     except SignalException as stop:
         say(f"stopped by {stop.sigval.name}")
+        record("stopped", f"by {stop.sigval.name}")
         code = 128 + stop.sigval
     except ChildFailedError:
         pass  # the agent has reported it
     except GaveUp as reason:
         say(str(reason))
+        record("gave_up", str(reason))
     except RendezvousClosedError:
         say(f"job {args.rdzv_id} is closed: it finished or failed on another machine")
     except RendezvousConnectionError:

@@ -7,7 +7,6 @@ They remove everything they create.
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import uuid
 from pathlib import Path
@@ -40,8 +39,7 @@ def leftovers(options: Options) -> Finding:
     return Finding(
         verdict="warn",
         found=f"dead jobs left state in memory: {len(stale)}, {size / GIB:.2f} GiB",
-        advice="resume one with resilin run --rdzv-id NAME, or remove it: "
-        f"rm -r {' '.join(shlex.quote(str(path)) for path in stale)}",
+        advice="resume one with resilin run --rdzv-id NAME, or remove them: resilin clean",
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from resilin.cli import etcd_server
+from resilin.cli import etcd_server, values
 from resilin.core.text import clean
 from resilin.engine.stop import StopRequest
 
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     )
     ours.add_argument(
         "--port",
-        type=int,
+        type=values.port,
         help=f"Port; 0 for any free one (default: {PORT}; {etcd_server.PORT} with --etcd).",
     )
     etcd = ours.add_argument_group(

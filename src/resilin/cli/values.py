@@ -15,6 +15,7 @@ from resilin.engine.environment import RUNS
 
 _UNITS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
 _MOST_COUNTS = 10_000
+_LAST_PORT = 65535
 
 
 def count(text: str) -> int:
@@ -27,6 +28,13 @@ def count(text: str) -> int:
 def count_or_none(text: str) -> int:
     """A whole number of at least 0."""
     return 0 if re.fullmatch("0{1,15}", text) else count(text)
+
+
+def port(text: str) -> int:
+    """A port, from 0 (any free one) to 65535."""
+    if not re.fullmatch("[0-9]{1,5}", text) or int(text) > _LAST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to {_LAST_PORT}")
+    return int(text)
 
 
 def counts(text: str) -> tuple[int, ...]:

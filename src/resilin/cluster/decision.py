@@ -12,7 +12,7 @@ from resilin.cluster.node import Allocation, Node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """What one tenant is sure of, and what it may have at most, in accelerators of all kinds."""
+    """Guarantee and limit of one tenant, in accelerators of all kinds."""
 
     guaranteed: int = 0
     """Accelerators its jobs get before others share the rest."""
@@ -36,7 +36,7 @@ class ClusterStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """Why a job has its size: two numbers and a comparison."""
+    """The reason for the size of a job: two numbers and a comparison."""
 
     size: int
     """Size decided; 0 means that it waits."""
@@ -52,16 +52,16 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What a policy decided."""
+    """The result of a policy."""
 
     allocations: Mapping[str, Allocation]
     """Allocation of each job that runs, by its id; a job that is not in it waits."""
     reasons: Mapping[str, Reason] = field(default_factory=dict)
-    """Why, by the id of the job; policies of the literature give none."""
+    """Reasons, by the id of the job; policies of the literature give none."""
     prices: Mapping[str, float] = field(default_factory=dict)
     """Price of an accelerator of each kind."""
     memory: Mapping[str, Any] = field(default_factory=dict)
-    """What the policy wants to know next time, in the types of JSON."""
+    """State of the policy for its next decision, in the types of JSON."""
 
 
 class Policy(Protocol):

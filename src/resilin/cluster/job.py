@@ -1,4 +1,4 @@
-"""What a policy knows of a job: the wishes of its user, and what the job has measured."""
+"""A job as a policy knows it: the wishes of its user, and what the job has measured."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class JobSpec:
     id: str
     """Name of the job, unique in the cluster."""
     submitted: float
-    """When it was submitted, in seconds."""
+    """Time of its submission, in seconds."""
     tenant: str = "default"
-    """Who pays for it: quotas are per tenant."""
+    """The payer: quotas are per tenant."""
     priority: int = 0
     """Jobs of a higher priority are served first."""
     min_replicas: int = 1
@@ -96,7 +96,7 @@ class JobStatus:
     spec: JobSpec
     """The wishes of its user."""
     allocation: Allocation | None = None
-    """What it has now; None while it waits."""
+    """Its accelerators now; None while it waits."""
     speeds: tuple[Speeds, ...] = ()
     """Measured and predicted goodput, one entry for each kind; empty before it was measured."""
     profiled: int = 0
@@ -108,12 +108,12 @@ class JobStatus:
     total: float | None = None
     """Work of the whole job in that unit, declared by the user or estimated; None if unknown."""
     restarts: int = 0
-    """How often its allocation has changed since its first start."""
+    """Changes of its allocation since its first start."""
     served: float = 0.0
     """Accelerator-seconds it has had."""
     waiting_since: float | None = None
-    """Since when it has had nothing; None while it runs."""
+    """Time since which it has had nothing; None while it runs."""
     changed: float | None = None
-    """When its allocation changed last; None before its first start."""
+    """Time of the last change of its allocation; None before its first start."""
     stale: bool = False
     """Whether its last hints are too old to let it grow."""

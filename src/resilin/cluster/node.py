@@ -19,7 +19,7 @@ class Node:
     kind: str = "gpu"
     """Kind of accelerator; a job never mixes kinds."""
     leaves: float | None = None
-    """When it is taken away or drained, in seconds; None if nobody said so."""
+    """Time at which it is taken away, in seconds; None if nobody said so."""
 
     def __post_init__(self) -> None:
         _validate.text("name", self.name)

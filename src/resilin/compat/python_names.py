@@ -23,6 +23,9 @@ _EXIT = PYTHON.name("atexit:_run_exitfuncs", "ends a warm worker as a script of 
 _ACTIONS = PYTHON.name(
     "argparse:ArgumentParser._actions", "completes paths in a shell", instance=True
 )
+_GROUPS = PYTHON.name(
+    "argparse:ArgumentParser._action_groups", "lists our options before torchrun's", instance=True
+)
 _COMMANDS = PYTHON.name("argparse:_SubParsersAction", "completes the options of commands")
 
 
@@ -47,6 +50,22 @@ def arguments_of(parser: ArgumentParser) -> list[Action]:
     """The arguments of a parser."""
     actions: list[Action] = _ACTIONS.of(parser)
     return actions
+
+
+def list_first(parser: ArgumentParser, title: str, *, others: str) -> None:
+    """List a group of options first in the help, after the positional arguments.
+
+    Args:
+        parser: A parser with groups.
+        title: The title of the group.
+        others: The title that the options without a group get.
+    """
+    groups = _GROUPS.of(parser)
+    positional, optional = groups[:2]
+    (chosen,) = [each for each in groups[2:] if each.title == title]
+    rest = [each for each in groups[2:] if each is not chosen]
+    optional.title = others
+    groups[:] = [positional, chosen, *rest, optional]
 
 
 def commands_of(action: Action) -> Iterator[ArgumentParser]:

@@ -1,6 +1,7 @@
-"""Ray Train: the settings of this worker, and the storage of the run. Never imports Ray itself.
+"""Ray: the settings of a worker of Ray Train, the storage of its run, and the use of nodes.
 
-A process is a worker of Ray Train only if Ray itself has loaded the module of `CONTEXT`.
+Only the functions that ask about nodes import Ray. A process is a worker of Ray Train only if Ray
+itself has loaded the module of `CONTEXT`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ _FILESYSTEM = RAY.name(
     f"{_STORAGE_CONTEXT}.storage_filesystem", "makes a URL of where the run is", instance=True
 )
 _PATH = RAY.name(f"{_STORAGE_CONTEXT}.experiment_fs_path", "makes a URL of where the run is")
+_AVAILABLE = RAY.name(
+    "ray._private.state:available_resources_per_node", "subtracts what others use of a node"
+)
+_STATE = RAY.name("ray._private.state:state", "asks which nodes are drained")
+_DRAINING = RAY.name(
+    "ray._private.state:GlobalState.get_draining_nodes", "asks which nodes are drained"
+)
 
 
 class Worker(NamedTuple):
@@ -85,3 +93,23 @@ def storage_of(context: Any) -> tuple[str, str]:
     """
     storage = _STORAGE.of(context)()
     return str(_FILESYSTEM.of(storage).type_name), str(_PATH.of(storage))
+
+
+def available_resources() -> dict[str, dict[str, float]]:
+    """Resources of each node that nobody uses, by the id of the node; Ray must be connected.
+
+    Raises:
+        MissingNameError: Ray keeps it elsewhere.
+    """
+    found: dict[str, dict[str, float]] = _AVAILABLE.find()()
+    return found
+
+
+def draining_nodes() -> dict[str, float]:
+    """Nodes that are drained, by id, with the time at which each leaves; 0 for at once.
+
+    Raises:
+        MissingNameError: Ray keeps it elsewhere.
+    """
+    found: dict[str, int] = _DRAINING.of(_STATE.find())()
+    return {node: milliseconds / 1000 for node, milliseconds in found.items()}

@@ -204,6 +204,10 @@ class CheckpointEvent(Event):
     """The reason, if it failed."""
 
 
+ENDS = {"gave_up": "gave up", "stopped": "stopped"}
+"""Kinds of `FaultEvent` with which a launcher ended though the job is not finished, in words."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultEvent(Event):
     """A fault occurred and was handled."""
@@ -211,7 +215,7 @@ class FaultEvent(Event):
     name: ClassVar[str] = "fault"
 
     kind: str
-    """Kind of the fault: `worker_lost`, `out_of_memory`, ..."""
+    """Kind of the fault: `worker_lost`, `out_of_memory`, ..., or one of `ENDS`."""
     detail: str
     """Details, and how it was handled."""
     replica: int | None = None

@@ -200,6 +200,8 @@ class Best(NamedTuple):
 
     goodput: Floats
     """Reference samples per second; 0 where there is no plan."""
+    batch_size: Floats
+    """Samples of a step."""
     local_bsz: Floats
     """Samples of a micro-batch."""
     accumulation_steps: Floats
@@ -237,6 +239,6 @@ def best_of_each(
     table = Candidates.of(reference, bounds, counts.reshape(-1), min_batch_size)
     values = table.goodput(noise, table.seconds(model, host_counts.reshape(-1)))
     best = values.argmax(axis=1)[:, None]
-    columns = (values, table.local_bsz, table.steps)
+    columns = (values, table.sizes, table.local_bsz, table.steps)
     chosen = (np.take_along_axis(each, best, axis=1) for each in columns)
     return Best(*(np.asarray(each.reshape(counts.shape)) for each in chosen))

@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike
 
 from resilin.core import _validate, hints_json
 from resilin.core.answer import Menu
+from resilin.core.clock import CLOCKS, ClockName
 from resilin.core.fit import Fitted
 from resilin.core.goodput import Best, best_of_each
 from resilin.core.hints_json import Fields, HintsError
@@ -81,11 +82,13 @@ class JobHints:
     samples: int
     """Samples trained on."""
     progress: float
-    """Progress in reference steps."""
+    """Progress in reference steps, by the clock that decides when the run ends."""
     total: float | None
     """Length of the run in reference steps, if it is known."""
     end: End = "unknown"
     """Source of `total`."""
+    clock: ClockName = "progress"
+    """That clock. By samples or tokens, goodput is throughput: no sample is worth less."""
     noise: Noise | None
     """Noise of the gradient, per sample; None until it was measured."""
     throughput: ThroughputModel | None
@@ -102,6 +105,7 @@ class JobHints:
                 f"({self.min_replicas})"
             )
         _validate.one_of("end", self.end, get_args(End))
+        _validate.one_of("clock", self.clock, CLOCKS)
         if (self.total is None) != (self.end == "unknown"):
             raise ValueError(
                 f"end ({self.end!r}) must be 'unknown' if total ({self.total}) is None, and only "
@@ -172,9 +176,13 @@ class JobHints:
         bounds, least = self.bounds, None
         if self.fixed:
             bounds, least = replace(bounds, max_batch_size=self.batch_size), self.batch_size
-        return best_of_each(
+        best = best_of_each(
             model, self.noise, self.reference, bounds, hosts, replicas, min_batch_size=least
         )
+        if self.clock == "progress":
+            return best
+        seconds = model.step_seconds(hosts, replicas, best.local_bsz, best.accumulation_steps)
+        return best._replace(goodput=np.where(best.goodput > 0, best.batch_size / seconds, 0.0))
 
     def to_json(self) -> dict[str, Any]:
         """A dict that `json.dumps` takes; see `resilin.hints` for its fields."""
@@ -213,6 +221,7 @@ class JobHints:
                 "progress": self.progress,
                 "total": self.total,
                 "end": self.end,
+                "clock": self.clock,
             },
             "noise": self.noise and asdict(self.noise),
             "throughput": self.throughput and asdict(self.throughput),
@@ -270,9 +279,10 @@ class JobHints:
 
 def _later(get: Fields) -> dict[str, Any]:
     """The fields that version 1 does not have."""
-    end = get.text("progress.end")
-    if end not in get_args(End):
-        raise HintsError(f"progress.end ({end!r}) must be one of {', '.join(get_args(End))}")
+    end, clock = get.text("progress.end"), get.text("progress.clock")
+    for path, value, known in (("end", end, get_args(End)), ("clock", clock, CLOCKS)):
+        if value not in known:
+            raise HintsError(f"progress.{path} ({value!r}) must be one of {', '.join(known)}")
     return {
         "job": get.optional("job.id", get.text),
         "generation": get.whole("job.generation"),
@@ -286,6 +296,7 @@ def _later(get: Fields) -> dict[str, Any]:
         "profiled": get.whole("sizes.profiled"),
         "fixed": get.truth("batch.fixed"),
         "end": end,
+        "clock": clock,
         "tables": read_tables(get),
     }
 

@@ -98,7 +98,7 @@ class Fields:
         return value
 
     def optional(self, path: str, read: Callable[[str], T]) -> T | None:
-        """What `read` returns for the path; None if the value is null."""
+        """The result of `read` for the path; None if the value is null."""
         return None if self.get(path) is None else read(path)
 
     def whole(self, path: str, *, at_least: int = 0, at_most: int = MAX_WHOLE) -> int:

@@ -247,10 +247,13 @@ class Tuner:
             )
         # A trial must be able to pay off, and must not risk too much.
         open_to = (high >= needed) & (low >= math.log1p(-MAX_LOSS))
-        budget = f"trials took {explored:.2%} of the time, of at most {self.explore_budget:.2%}"
+        budget = f"{explored:.2%} of the time so far was spent on trials"
         if not is_within(explored, 1.0, self.explore_budget) and open_to.any():
             # A trial that is expected to cost nothing does not wait for the budget.
-            budget += "; above that only trials start that are expected to cost nothing"
+            budget += (
+                f"; above {self.explore_budget:.2%} a trial starts only if it is expected to cost "
+                "nothing"
+            )
             kept = f"{kept}; {budget}"
             open_to &= gain >= 0
         if not open_to.any() or not self.explore_budget:

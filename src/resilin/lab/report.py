@@ -101,7 +101,7 @@ def page(runs: Sequence[Run], over_time: Sequence[Panel], over_progress: Sequenc
         over_progress: Panels over reference steps.
     """
     summaries = [summarise(run) for run in runs]
-    title = ", ".join(clean(run.name) for run in runs)
+    title = ", ".join(clean(_title(summary)) for summary in summaries)
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     versions = "; ".join(dict.fromkeys(filter(None, (summary.software for summary in summaries))))
     parts = [
@@ -130,6 +130,17 @@ def page(runs: Sequence[Run], over_time: Sequence[Panel], over_progress: Sequenc
         parts += [f"<h2>Events{of}</h2>", _event_table(run)]
     parts.append("</body></html>\n")
     return "\n".join(parts)
+
+
+def _title(summary: Summary) -> str:
+    """Script and start of a run; the name of its directory if one of them is unknown."""
+    if not summary.script or summary.began is None:
+        return summary.name
+    try:
+        began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(summary.began))
+    except (OverflowError, ValueError, OSError):  # a log may hold any number as a time
+        return summary.name
+    return f"{Path(summary.script).name}, {began}"
 
 
 def _summary_table(summaries: Sequence[Summary]) -> str:

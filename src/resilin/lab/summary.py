@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from resilin.core.events import ENDS
 from resilin.lab.curves import Array
 from resilin.telemetry.run import Run
 from resilin.telemetry.wording import amount, extent, span
@@ -28,6 +29,10 @@ class Summary:
     """Last part of its directory."""
     script: str = ""
     """The script."""
+    began: float | None = None
+    """When it began, in seconds since 1970."""
+    ended: str = ""
+    """End of its launcher, if the job was stopped or given up: a sentence."""
     rule: str = ""
     """The scaling rule."""
     optimizer: str = ""
@@ -91,6 +96,7 @@ class Summary:
             ("script", self.script or "-"),
             ("rule", ", ".join(filter(None, (self.rule, self.optimizer))) or "-"),
             *([("replayed trace", self.replays)] if self.replays else []),
+            *([("ended", self.ended)] if self.ended else []),
             ("duration", span(self.seconds)),
             ("completed (reference steps)", amount(self.steps_done) + total),
             ("progress (reference steps)", amount(self.progress)),
@@ -130,6 +136,8 @@ def summarise(run: Run) -> Summary:
     return Summary(
         name=run.name,
         script=start.script if start else "",
+        began=_finite(run.starts[0].time) if run.starts else None,
+        ended=_ended(run),
         rule=start.rule if start else "",
         optimizer=start.optimizer if start else "",
         software=start.software if start else "",
@@ -153,7 +161,7 @@ def summarise(run: Run) -> Summary:
         paused_seconds=_paused(run),
         repeated_steps=_repeated(run),
         rescales=len(run.rescales),
-        faults=len(run.faults),
+        faults=sum(fault.kind not in ENDS for fault in run.faults),
         checkpoints_saved=actions.count("saved"),
         checkpoints_failed=actions.count("failed"),
         loss=loss,
@@ -172,6 +180,16 @@ def whole_batches(run: Run) -> npt.NDArray[np.bool_]:
     with np.errstate(all="ignore"):
         whole = ~(np.abs(steps.batch_size - steps.scale * reference) > 0.5)
     return np.asarray(whole) if whole.any() else np.ones(len(steps), dtype=np.bool_)
+
+
+def _ended(run: Run) -> str:
+    """The end of the launcher, if that was the last that happened."""
+    last = max((each.time for each in (*run.starts, *run.faults)), default=math.nan)
+    steps = run.steps.time[np.isfinite(run.steps.time)]
+    for fault in reversed(run.faults):
+        if fault.kind in ENDS and fault.time == last and not (steps > last).any():
+            return f"{ENDS[fault.kind]} {fault.detail}"
+    return ""
 
 
 def _paused(run: Run) -> float:

@@ -24,8 +24,11 @@ _ELSEWHERE = {"generation", "loss", "metrics", "sqr_norm", "trace"}
 NOTED = 64
 """Number of latest events that are kept: of marks, and of other events."""
 
-State = Literal["waiting", "running", "silent", "finished"]
-"""State of a run: `waiting` has no event yet, `silent` had none recently."""
+State = Literal["waiting", "running", "silent", "hung", "stopped", "gave up", "finished"]
+"""State of a run: `waiting` has no event yet, `silent` had none recently; `hung` had a worker that
+was ended for it, and no step since."""
+_AFTER: dict[str, State] = {"worker_hung": "hung", "stopped": "stopped", "gave_up": "gave up"}
+"""Faults that are the state of a run until its next start or step."""
 
 
 class Status:
@@ -65,6 +68,7 @@ class Status:
         self.batch, self.goodput_history, self.losses = History(), History(), History()
         self._recent: deque[events.StepEvent] = deque(maxlen=4096)
         self._finished = False
+        self._fault: State | None = None
 
     def take(self, told: Iterable[events.Event]) -> None:
         """Add events, in the order in which they happened."""
@@ -73,6 +77,10 @@ class Status:
             self.last = event.time if self.last is None else max(self.last, event.time)
             self.generation = max(self.generation, event.generation)
             self.counts[event.name] = self.counts.get(event.name, 0) + 1
+            if isinstance(event, events.StepEvent | events.StartEvent):
+                self._fault = None
+            elif isinstance(event, events.FaultEvent):
+                self._fault = _AFTER.get(event.kind, self._fault)
             if isinstance(event, events.StepEvent):
                 self._take_step(event)
             elif isinstance(event, events.MetricsEvent):
@@ -144,6 +152,8 @@ class Status:
             return "waiting"
         if self._finished:
             return "finished"
+        if self._fault is not None:
+            return self._fault
         longest = max(SILENT, 10 * (self.step.seconds or 0.0) if self.step else 0.0)
         return "silent" if now - self.last > longest else "running"
 

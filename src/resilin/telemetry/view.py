@@ -29,6 +29,9 @@ _STATE_STYLES: dict[State, str] = {
     "waiting": "yellow",
     "running": "green",
     "silent": "yellow",
+    "hung": "bold red",
+    "stopped": "yellow",
+    "gave up": "bold red",
     "finished": "cyan",
 }
 _EVENT_STYLES = {"rescale": "yellow", "fault": "bold red", "decision": "cyan", "checkpoint": "blue"}
@@ -92,6 +95,9 @@ class View:
                 "waiting": "waiting",
                 "running": f"running for {span(now - status.began)}",
                 "silent": f"silent for {span(now - status.last)}",
+                "hung": f"hung {span(now - status.last)} ago",
+                "stopped": f"stopped after {span(status.last - status.began)}",
+                "gave up": f"gave up after {span(status.last - status.began)}",
                 "finished": f"finished after {span(status.last - status.began)}",
             }[state]
         name = clean(status.name)

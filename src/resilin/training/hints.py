@@ -43,6 +43,7 @@ def describe(job: Job) -> JobHints:
             timeline=job.timeline,
             sizes=job.sizes,
             scale=1.0 if trained is None else trained.scaling.last.scale,
+            clock="progress" if trained is None else trained.rule.clock,
             noise=None if trained is None else trained.scaling.sample_noise,
             measured=measured,
         )
@@ -56,9 +57,10 @@ def step_begins(job: Job, measured: Measured) -> None:
     """Measures the step before this one, and reports if that is due."""
     trained = job.trained
     measured.step_begins(None if trained is None else trained.gradient.sync.seconds())
-    if job.reporter is not None and job.engine.membership.is_first and job.clock.steps:
-        generation = job.engine.membership.generation
-        job.reporter.between_steps(measured, generation, lambda: describe(job))
+    me = job.engine.membership
+    # The first step after a change shows what the change has cost.
+    if job.reporter is not None and me.is_first and measured.generation == me.generation:
+        job.reporter.between_steps(measured, lambda: describe(job))
 
 
 def committed(job: Job, measured: Measured, plan: BatchPlan | None) -> None:
@@ -68,6 +70,12 @@ def committed(job: Job, measured: Measured, plan: BatchPlan | None) -> None:
     if plan is None:
         plan = plan_of(last.samples, last.accumulation_steps, job.engine.membership)
     measured.committed(plan, job.timer.usual)
+
+
+def epoch_over(job: Job, measured: Measured) -> None:
+    """Takes in that an epoch is over."""
+    by_progress = job.trained is None or job.trained.rule.clock == "progress"
+    measured.epoch_over(job.epoch, job.clock.progress if by_progress else job.clock.sample_steps)
 
 
 def finish(job: Job) -> None:

@@ -260,7 +260,7 @@ def end_epoch(job: Job, asked_by: object = None) -> None:
     recovery, recorder = _end_body(job, asked_by)
     recorder.epoch_over()
     if job.measured is not None:
-        job.measured.epoch_over(job.epoch, job.clock.progress)
+        hints.epoch_over(job, job.measured)
     recovery.between_steps()
 
 

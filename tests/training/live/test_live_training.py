@@ -167,7 +167,7 @@ def test_a_member_that_is_asked_to_leaves_without_a_lost_step(tmp_path, undistur
     assert_as_undisturbed(found, undisturbed())
     assert all(each["sums"] == [240.0] * EPOCHS for each in found)
     assert "failed" not in log
-    assert re.search(r"-0 left; 2 replicas continue from step 1\d ", log)
+    assert re.search(r"resilin: 2 replicas continue from step 1\d ", log)
     assert "the same members again" not in log
 
 

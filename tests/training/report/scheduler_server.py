@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -21,12 +22,18 @@ class Server:
 
     Args:
         answer: Returns status and body for each request; it may take its time.
+        certificate: Files of its certificate and key, for https.
     """
 
-    def __init__(self, answer: Callable[[], Reply] = lambda: GOOD) -> None:
+    def __init__(
+        self,
+        answer: Callable[[], Reply] = lambda: GOOD,
+        certificate: tuple[str, str] | None = None,
+    ) -> None:
         self.answer = answer
         self.sent: list[dict[str, Any]] = []
         self.requests: list[tuple[str, str, str | None]] = []
+        self.location: str | None = None
         self.released = threading.Event()
         told = self
 
@@ -39,7 +46,7 @@ class Server:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 if status in (301, 302, 307, 308):
-                    self.send_header("Location", f"{told.url}/elsewhere")
+                    self.send_header("Location", told.location or f"{told.url}/elsewhere")
                 self.end_headers()
                 self.wfile.write(body)
 
@@ -49,7 +56,11 @@ class Server:
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
         self._http.handle_error = lambda *_: None  # a client that has given up
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*certificate)
+            self._http.socket = context.wrap_socket(self._http.socket, server_side=True)
+        self.url = f"http{'s' * bool(certificate)}://127.0.0.1:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
 

@@ -1,12 +1,14 @@
 """What users say about keeping state, in the script and in the environment."""
 
 import logging
+import math
 import os
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 import resilin
 from resilin.engine import environment
@@ -216,6 +218,28 @@ def test_what_is_registered_survives_in_memory(monkeypatch, tmp_path, late):
     assert keeping.resume().step == 0
     assert counter.n == 5
     assert current_job().engine.membership.generation == 1
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_a_dict_is_restored_in_place(monkeypatch, tmp_path, late):
+    monkeypatch.setenv(environment.MEMORY_DIR, str(tmp_path / "memory"))
+    weights = torch.tensor([1.0, 2.0])
+    keeping.register("best", {"loss": 0.25, "epoch": 3, "weights": weights, "seen": [1, "a"]})
+    keeping.resume()
+    weights += 1  # what was saved is what it was then
+    resilin.reset_job()
+    best = {"loss": math.inf, "of before": 1}
+    if late:
+        keeping.resume()
+    keeping.register("best", best)
+    keeping.resume()
+    assert torch.equal(best.pop("weights"), torch.tensor([1.0, 2.0]))
+    assert best == {"loss": 0.25, "epoch": 3, "seen": [1, "a"]}
+
+
+def test_a_number_cannot_be_registered_and_the_error_says_what_can():
+    with pytest.raises(ValueError, match=r"'best' is a float without state_dict.*or is a dict"):
+        keeping.register("best", 0.5)
 
 
 def test_names_cannot_be_registered_twice():

@@ -16,6 +16,7 @@ VERBS = {
     "why": "say why a job has its size",
     "cancel": "end a job",
     "drain": "have a node empty, now or at a time",
+    "simulate": "try policies on recorded workloads",
     "demo": "watch three jobs share four nodes of this machine",
 }
 """The verbs, each the name of a module, and their purposes."""

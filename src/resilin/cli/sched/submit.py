@@ -19,8 +19,8 @@ example:
 
 Prints the id of the job. The working directory, the interpreter and the script must be the same on
 all nodes. The script is run by resilin run, which the controller gives the number of workers and
-the rendezvous; a checkpoint directory that all nodes reach is needed for a job that has to leave
-all of its nodes at once.
+the rendezvous. A job that has to leave all of its nodes resumes from its checkpoint directory,
+which all nodes must reach.
 """
 
 
@@ -58,7 +58,12 @@ def parser() -> argparse.ArgumentParser:
         help="Kind of accelerator it may run on; may be repeated (default: any).",
     )
     add("--not-preemptible", action="store_true", help="It keeps what it has until it ends.")
-    add("--checkpoint-dir", metavar="URL", help="Directory for checkpoints, for all nodes.")
+    add(
+        "--checkpoint-dir",
+        metavar="URL",
+        help="Directory for checkpoints (default: one of its own in resilin-runs of the working "
+        "directory, unless the script sets one).",
+    )
     add(
         "--env",
         action="append",

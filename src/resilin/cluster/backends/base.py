@@ -20,7 +20,7 @@ class BackendError(RuntimeError):
 
 
 class PartState(Enum):
-    """Where a part is in its life."""
+    """Stage of a part."""
 
     PENDING = "pending"
     """The scheduler has it, and no machine yet."""
@@ -59,20 +59,20 @@ class PartStatus:
     name: str
     """`name` of the `Part`."""
     state: PartState
-    """Where it is in its life."""
+    """Its stage."""
     node: str | None = None
     """Its node, if the scheduler knows."""
     code: int | None = None
     """Exit code of a part that ended; None if nobody knows it, as of a lost node."""
     reason: str = ""
-    """What the scheduler says about it, such as NODE_FAIL."""
+    """Words of the scheduler about it, such as NODE_FAIL."""
 
 
 class Backend(Protocol):
     """The scheduler of a site. All calls may be repeated, and raise `BackendError`."""
 
     def detect(self) -> str | None:
-        """Why this scheduler cannot be used here; None if it can."""
+        """The reason why this scheduler cannot be used here; None if it can."""
 
     def nodes(self) -> tuple[Node, ...]:
         """Nodes that are up, with the accelerators that jobs of others do not use."""

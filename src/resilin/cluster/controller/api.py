@@ -11,19 +11,30 @@ from typing import Any
 from resilin.cluster.controller import records as r
 from resilin.cluster.controller.codec import from_json
 from resilin.cluster.controller.decide import usable
-from resilin.cluster.controller.knowledge import check_hints
 from resilin.cluster.controller.loop import Controller
 from resilin.cluster.controller.state import Job, State
 from resilin.cluster.controller.views import job_view, jobs_view, nodes_view, why_view
 from resilin.cluster.job import JobSpec, check_name
 from resilin.cluster.menu import offers
 from resilin.core import _validate
-from resilin.core.hints import JobHints
+from resilin.core.hints import HintsError, JobHints
 
 FIELDS = frozenset(
     {"name", "launch", "tenant", "priority", "min", "max", "preemptible", "kinds"},
 )
 """Fields of a submission."""
+OWN_OPTIONS = frozenset(
+    {
+        *("--live", "--membership", "--nnodes", "--nproc", "--nproc-per-node", "--nproc_per_node"),
+        *("--rdzv-id", "--rdzv_id", "--rdzv-endpoint", "--rdzv_endpoint", "--standalone"),
+        *("--rdzv-backend", "--rdzv_backend", "--rdzv-conf", "--rdzv_conf"),
+    }
+)
+"""Options of `resilin run` that the controller sets, or cannot honour."""
+MOST = 1e18
+"""Largest number of samples, and of samples per second, in hints."""
+MOST_RESCALE = 86400.0
+"""Longest time that a change of size may be said to take, in seconds."""
 AHEAD = 600.0
 """Seconds by which the clock of a job may be ahead of ours."""
 MOST_DRAIN = 366 * 86400.0
@@ -74,6 +85,12 @@ class Api:
                 f"launch must have a script ({launch.script}) and an absolute directory "
                 f"({launch.directory!r})"
             )
+        for option in launch.options:
+            if option.partition("=")[0] in OWN_OPTIONS:
+                raise ValueError(
+                    f"option {option!r} of resilin run must be left to the controller: it gives "
+                    "each part its number of workers and its rendezvous, and no part is live"
+                )
         now, given = time.time(), told.get("name")
         least = _validate.whole("min", told.get("min", 1), at_least=1)
         preemptible = told.get("preemptible", True)
@@ -155,7 +172,7 @@ class Api:
             Conflict: Later ones are known, or the job has ended.
         """
         hints = JobHints.from_json(told)
-        check_hints(hints)
+        _check_size(hints)
         now = time.time()
         if hints.job is not None and hints.job != name:
             raise ValueError(f"job.id ({hints.job}) must be {name}, whose address was used")
@@ -249,6 +266,26 @@ def _check_later(job: Job, hints: JobHints) -> None:
         )
     if hints.time is not None and known.time is not None and hints.time < known.time:
         raise Conflict(f"job.time ({hints.time}) must be at least {known.time}, the last one")
+
+
+def _check_size(hints: JobHints) -> None:
+    """Raises if numbers are so large or small that sums over all jobs would suffer from them."""
+    work = [("progress", hints.progress * hints.reference)]
+    if hints.total is not None:
+        work.append(("total", hints.total * hints.reference))
+    for name, value in work:
+        if not value <= MOST:
+            raise HintsError(f"progress.{name} ({value:g} samples) must be at most {MOST:g}")
+    for table in hints.tables:
+        for value in table.goodput:
+            if value and not 1 / MOST <= value <= MOST:
+                raise HintsError(
+                    f"goodput.{table.kind} ({value:g}) must be 0, or from {1 / MOST:g} to {MOST:g}"
+                )
+    if not (hints.rescale_seconds or 0.0) <= MOST_RESCALE:
+        raise HintsError(
+            f"job.rescale_seconds ({hints.rescale_seconds}) must be at most {MOST_RESCALE:g}"
+        )
 
 
 def parse(body: bytes) -> Any:

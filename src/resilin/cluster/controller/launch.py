@@ -16,6 +16,8 @@ SCHEDULER_TOKEN = "RESILIN_SCHEDULER_TOKEN"
 """Token for the hints of this job alone."""
 JOB = "RESILIN_JOB"
 """Id of the job in the cluster."""
+ACCELERATOR = "RESILIN_ACCELERATOR"
+"""Kind of accelerator of the node."""
 RUN_DIR = "RESILIN_RUN_DIR"
 """Directory of the event log, if the user sets it."""
 
@@ -45,6 +47,9 @@ def part_to_start(state: State, part: PartRecord, face: Face, rules: Rules) -> P
         SCHEDULER_TOKEN: job_token(face.token, part.job),
         JOB: part.job,
     }
+    if part.node in state.nodes:
+        # The tables of its hints have the names of the menu.
+        environment[ACCELERATOR] = state.nodes[part.node].node.kind
     return Part(
         name=part.name,
         job=part.job,
@@ -65,9 +70,10 @@ def command(cluster: str, job: Job, part: PartRecord, endpoint: str) -> tuple[st
     options = ["--nnodes", nodes, "--nproc", str(part.accelerators)]
     options += ["--rdzv-id", f"{cluster}-{part.job}-g{part.life}", "--rdzv-endpoint", endpoint]
     options += ["--rdzv-conf", "is_host=0"]
-    if launch.checkpoint_dir is not None:
-        options += ["--checkpoint-dir", launch.checkpoint_dir]
+    # All lives of the job write to one log, and find the checkpoints of the former ones. A job that
+    # is submitted later under the same name must not find those.
+    own = f"{launch.directory}/resilin-runs/{part.job}-{spec.submitted:.0f}"
+    options += ["--checkpoint-dir", launch.checkpoint_dir or f"{own}/checkpoints"]
     if RUN_DIR not in launch.environment:
-        # All lives of the job write to one log.
-        options += ["--run-dir", f"resilin-runs/{part.job}"]
+        options += ["--run-dir", own]
     return (launch.python, "-m", "resilin.cli", "run", *options, *launch.options, *launch.script)

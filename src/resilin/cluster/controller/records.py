@@ -33,7 +33,8 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that are added to the environment."""
     checkpoint_dir: str | None = None
-    """Directory for checkpoints; None leaves it to the script."""
+    """Directory for checkpoints; None means one in the working directory, for this submission
+    alone. A script that sets its own uses that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ from urllib.parse import unquote, urlsplit
 
 from resilin.cluster.controller.api import Api, Conflict, Unknown, parse
 from resilin.cluster.controller.launch import job_token
-from resilin.cluster.controller.metrics import metrics
 from resilin.cluster.controller.page import page
+from resilin.cluster.controller.views import metrics
 from resilin.core.text import clean
 
 LARGEST = 1 << 20

@@ -7,9 +7,9 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
-from resilin.cluster.constraints import Constraints
 from resilin.cluster.decision import Policy
-from resilin.cluster.value import Urgency
+from resilin.cluster.division.constraints import Constraints
+from resilin.cluster.division.value import Urgency
 
 POLICIES: Mapping[str, tuple[str, str]] = {
     "fifo": ("resilin.cluster.policies.fifo", "Fifo"),
@@ -28,8 +28,8 @@ def by_name(name: str, **options: Any) -> Policy:
     Args:
         name: One of `POLICIES`.
         options: Arguments of the policy. Fields of `Constraints` (`patience`, `dwell`, `changes`,
-            `lead`) and, for `ours`, of `Urgency` (`p`, `p_unknown`, `horizon`) may be given as
-            such.
+            `lead`) and, for `ours`, of `Urgency` (`p`, `p_unknown`, `even`, `horizon`) may be
+            given as such.
 
     Raises:
         ValueError: There is no such policy, or it does not take an option.

@@ -7,7 +7,7 @@ from typing import Any
 
 from resilin.cluster.decision import ClusterStatus, Decision
 from resilin.cluster.job import JobStatus
-from resilin.cluster.policies.pool import Pool, is_pinned, lay_out
+from resilin.cluster.policies.pool import Pool
 
 
 class Fifo:
@@ -30,31 +30,23 @@ class Fifo:
         """Decide who has what from now on."""
         del memory  # the allocations say who runs
         pool = Pool(status)
-        sizes: dict[str, int] = {}
-        kinds: dict[str, str] = {}
         for job in status.jobs:
-            has = job.allocation
-            if has is None or has.size < job.spec.min_replicas:
-                continue
-            if is_pinned(job) or pool.can_stay(job, has.kind, has.size):
-                sizes[job.spec.id], kinds[job.spec.id] = has.size, has.kind
-                pool.take(job, has.kind, has.size)
+            if job.allocation and pool.stays(job) and not pool.is_pinned(job):
+                pool.take(job, job.allocation.kind, job.allocation.size)
         waiting = sorted(
-            (job for job in status.jobs if job.spec.id not in sizes),
+            (job for job in status.jobs if not pool.size(job)),
             key=lambda job: (-job.spec.priority, job.spec.submitted),
         )
         for guaranteed in (True, False):
             for job in waiting:
-                if job.spec.id in sizes:
+                if pool.size(job):
                     continue
                 size, kind = _largest(pool, job, guaranteed=guaranteed)
                 if kind is not None:
-                    sizes[job.spec.id], kinds[job.spec.id] = size, kind
                     pool.take(job, kind, size)
                 elif not (self._backfill or guaranteed or pool.is_at_limit(job)):
                     break
-        ordered = sorted(status.jobs, key=lambda job: (-job.spec.priority, job.spec.submitted))
-        return Decision(allocations=lay_out(pool, ordered, sizes, kinds))
+        return Decision(allocations=pool.lay_out(status.jobs))
 
 
 def _largest(pool: Pool, job: JobStatus, *, guaranteed: bool) -> tuple[int, str | None]:

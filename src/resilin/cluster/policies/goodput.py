@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from resilin.cluster.constraints import Constraints
 from resilin.cluster.decision import ClusterStatus, Decision
-from resilin.cluster.policies.divide import Growth, divide
-from resilin.cluster.solve import price
-from resilin.cluster.table import Bools, Floats, Rows, Table
-from resilin.cluster.value import Urgency, goodput_values
+from resilin.cluster.division.constraints import Constraints
+from resilin.cluster.division.divide import Growth, divide
+from resilin.cluster.division.solve import price
+from resilin.cluster.division.table import Bools, Floats, Rows, Table
+from resilin.cluster.division.value import Urgency, goodput_values
 from resilin.core import _validate
 
 
@@ -26,8 +26,8 @@ class Goodput:
         self,
         *,
         urgency: Urgency | None = None,
-        growth: float = 4.0,
-        first: int = 2,
+        growth: float = 8.0,
+        first: int = 4,
         constraints: Constraints | None = None,
     ) -> None:
         """Create the policy.

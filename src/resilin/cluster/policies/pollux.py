@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from resilin.cluster.constraints import Constraints
 from resilin.cluster.decision import ClusterStatus, Decision
-from resilin.cluster.policies.divide import Growth, divide
-from resilin.cluster.problem import Problem, Solution
-from resilin.cluster.solve import exact, price
-from resilin.cluster.table import Bools, Floats, Ints, Rows, Table
+from resilin.cluster.division.constraints import Constraints
+from resilin.cluster.division.divide import Growth, divide
+from resilin.cluster.division.problem import Problem, Solution
+from resilin.cluster.division.solve import exact, price
+from resilin.cluster.division.table import Bools, Floats, Ints, Rows, Table
 
 EXACT = 4_000_000
 """Most jobs x columns x accelerators for which the dynamic program is fast enough."""

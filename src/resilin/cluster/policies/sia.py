@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from resilin.cluster.constraints import Constraints
 from resilin.cluster.decision import ClusterStatus, Decision
-from resilin.cluster.policies.divide import Growth, divide
+from resilin.cluster.division.constraints import Constraints
+from resilin.cluster.division.divide import Growth, divide
+from resilin.cluster.division.table import Bools, Floats, Rows, Table
+from resilin.cluster.division.value import NOTHING, fair_goodput, restart_factor, seconds_left
 from resilin.cluster.policies.pollux import solve
-from resilin.cluster.table import Bools, Floats, Rows, Table
-from resilin.cluster.value import NOTHING, fair_goodput, restart_factor, seconds_left
 
 POWER = -0.5
 """Exponent of the speedup in Sia's utility."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from resilin.cluster.decision import ClusterStatus, Decision
-from resilin.cluster.policies.pool import Pool, lay_out
+from resilin.cluster.policies.pool import Pool
 
 THRESHOLD = 16 * 3600
 """Accelerator-seconds after which a job moves to the second queue."""
@@ -20,7 +20,8 @@ THRESHOLD = 16 * 3600
 class Tiresias:
     """Two queues by attained service.
 
-    Every job has its largest size or nothing.
+    Every job has its largest size, as far as the cluster and the quota of its tenant have it, or
+    nothing.
 
     Args:
         threshold: Accelerator-seconds after which a job moves to the second queue.
@@ -51,10 +52,12 @@ class Tiresias:
         running = set(memory.get("running", []))
         known = {*first, *second}
         first += [name for name in jobs if name not in known]
-        for name, job in jobs.items():
+        pool = Pool(status)
+        sizes = {name: pool.largest(job) for name, job in jobs.items()}
+        for name in jobs:
             if name in running:
                 ran[name] = ran.get(name, 0) + now - before
-                if name in first and ran[name] * job.spec.max_replicas >= self._threshold:
+                if name in first and ran[name] * sizes[name] >= self._threshold:
                     first.remove(name)
                     second.append(name)
             elif name in second:
@@ -64,15 +67,13 @@ class Tiresias:
                     second.remove(name)
                     first.append(name)
         ordered = [jobs[name] for name in (*first, *second)]
-        pool = Pool(status)
-        kinds = pool.admit(ordered, lambda job: job.spec.max_replicas)
-        sizes = {name: jobs[name].spec.max_replicas for name in kinds}
+        pool.admit(ordered, sizes)
         return Decision(
-            allocations=lay_out(pool, ordered, sizes, kinds),
+            allocations=pool.lay_out(ordered),
             memory={
                 "first": first,
                 "second": second,
-                "running": sorted(kinds),
+                "running": [name for name, job in jobs.items() if pool.size(job)],
                 "ran": {name: time for name, time in ran.items() if name in jobs},
                 "waited": {name: time for name, time in waited.items() if name in jobs},
                 "now": now,

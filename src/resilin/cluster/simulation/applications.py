@@ -34,7 +34,7 @@ Measured = tuple[float, float]
 
 
 class Epochs(NamedTuple):
-    """What was recorded at one global batch, one entry for each epoch."""
+    """Records at one global batch, one entry for each epoch."""
 
     progress: tuple[float, ...]
     """Progress in reference steps at the end of the epoch."""

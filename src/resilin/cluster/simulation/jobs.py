@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 from resilin.cluster.job import JobSpec, JobStatus
 from resilin.cluster.node import Allocation
-from resilin.cluster.simulation.training import Menu, Training
+from resilin.cluster.simulation.training import Offer, Training
 
 
 class Stretch(NamedTuple):
     """A time during which a job had one allocation."""
 
     start: float
-    """When it began, in seconds."""
+    """Time at which it began, in seconds."""
     end: float
-    """When it ended."""
+    """Time at which it ended."""
     allocation: Allocation
-    """What the job had."""
+    """Accelerators that the job had."""
 
 
 class Costs(NamedTuple):
@@ -89,17 +89,17 @@ class SimulatedJob:
         self._changed, self._waits_since = now, None
         self._training.place(allocation.kind, allocation.counts)
 
-    def status(self, menus: Sequence[Menu], nodes: set[str]) -> JobStatus:
+    def status(self, offers: Sequence[Offer], nodes: set[str]) -> JobStatus:
         """The job as a policy sees it.
 
         Args:
-            menus: Sizes to report the speed of.
+            offers: Sizes to report the speed of.
             nodes: Nodes that are up: what the job had on others is lost.
         """
         return JobStatus(
             spec=self.spec,
             allocation=_kept(self.allocation, nodes),
-            speeds=self._training.speeds(menus),
+            speeds=self._training.speeds(offers),
             profiled=self._training.profiled,
             rescale_seconds=self._costs.rescale,
             done=self._training.done,

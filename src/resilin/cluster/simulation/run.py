@@ -14,10 +14,11 @@ from typing import Any, Literal
 import numpy as np
 
 from resilin.cluster.decision import ClusterStatus, Decision, Policy, Quota
+from resilin.cluster.menu import sizes
 from resilin.cluster.node import Node, free
 from resilin.cluster.simulation.jobs import Costs, SimulatedJob, Stretch
 from resilin.cluster.simulation.nodes import Fleet
-from resilin.cluster.simulation.training import Menu
+from resilin.cluster.simulation.training import Offer
 from resilin.cluster.simulation.workload import ADAPTS, Adapts, Submission
 from resilin.core import _validate
 from resilin.core.trace import CapacityTrace
@@ -27,7 +28,7 @@ End = Literal["known", "unknown", "wrong"]
 ENDS: tuple[End, ...] = ("known", "unknown", "wrong")
 """Values of `End`."""
 NATURE: Mapping[str, Adapts] = {"fifo": "nothing", "tiresias": "nothing", "optimus": "size"}
-"""What jobs adapt under policies that cannot make use of more."""
+"""Parts of jobs that change, under policies that cannot make use of more."""
 STUCK = 7 * 86400.0
 """Seconds without any accelerator in use after which a simulation is given up."""
 
@@ -54,7 +55,7 @@ class Settings:
     rescale_seconds: float = 30.0
     """Seconds that a change of size or nodes of a running job takes."""
     end: End = "known"
-    """What jobs know of their end."""
+    """Knowledge that jobs have of their end."""
     error: float = 0.5
     """Standard deviation of the log of a declared end that is `wrong`."""
     seed: int = 0
@@ -66,7 +67,7 @@ class Settings:
     quotas: Mapping[str, Quota] | None = None
     """Quotas by tenant."""
     adapts: Adapts | None = None
-    """What of a job may change; None means what the policy can make use of."""
+    """Parts of a job that may change; None means those that the policy can make use of."""
 
     def __post_init__(self) -> None:
         _validate.real("interval", self.interval, above=0)
@@ -77,7 +78,7 @@ class Settings:
         _validate.one_of("end", self.end, ENDS)
         if self.adapts is not None:
             _validate.one_of("adapts", self.adapts, ADAPTS)
-        if self.interval % self.grain:
+        if (self.events or self.trace) and self.interval % self.grain:
             raise ValueError(
                 f"interval ({self.interval:g}) must be a multiple of grain ({self.grain:g})"
             )
@@ -85,22 +86,22 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How it went for one job."""
+    """Times of one job."""
 
     id: str
     """Name of the job."""
     submitted: float
-    """When it was submitted, in seconds."""
+    """Time of its submission, in seconds."""
     started: float
-    """When it first had accelerators."""
+    """Time at which it first had accelerators."""
     finished: float
-    """When it finished."""
+    """Time at which it finished."""
     restarts: int
-    """How often its allocation changed after the first start."""
+    """Changes of its allocation after the first start."""
     served: float
     """Accelerator-seconds it had."""
     stretches: tuple[Stretch, ...]
-    """When it had what."""
+    """Its allocations over time."""
 
     @property
     def seconds(self) -> float:
@@ -119,7 +120,7 @@ class Result:
     capacity: float
     """Accelerator-seconds that were there from the first submission to the last end."""
     decisions: int
-    """How often the policy decided."""
+    """Number of decisions."""
 
 
 def simulate(
@@ -160,7 +161,7 @@ class _Run:
             notice=settings.notice,
             seed=settings.seed,
         )
-        self._menus = _menus(settings, adapts)
+        self._offers = _offers(settings, adapts)
         self._memory: Mapping[str, Any] = {}
         self._capacity = 0.0
         self._decisions = 0
@@ -193,7 +194,10 @@ class _Run:
                 used = now
             elif now - used > STUCK:
                 names = ", ".join(job.spec.id for job in running[:3])
-                raise ValueError(f"no job has had an accelerator for {STUCK:g} seconds: {names}")
+                raise ValueError(
+                    f"no job has had an accelerator for {STUCK:g} seconds: {names}; do they ask "
+                    f"for more than {settings.nodes} nodes of {settings.per_node}?"
+                )
         return Result(
             self._policy.name, tuple(map(_result, self._jobs)), self._capacity, self._decisions
         )
@@ -210,7 +214,7 @@ class _Run:
         status = ClusterStatus(
             now=now,
             nodes=nodes,
-            jobs=tuple(job.status(self._menus, names) for job in jobs),
+            jobs=tuple(job.status(self._offers, names) for job in jobs),
             quotas=self._settings.quotas or {},
         )
         decision = self._policy.decide(status, self._memory)
@@ -221,13 +225,13 @@ class _Run:
             job.reallocate(now, decision.allocations.get(job.spec.id))
 
 
-def _menus(settings: Settings, adapts: Adapts) -> tuple[Menu, ...]:
+def _offers(settings: Settings, adapts: Adapts) -> tuple[Offer, ...]:
     """Sizes that policies are told the speed of."""
     if adapts == "nothing":
         return ()
-    if adapts == "size":
-        return (Menu.dense("gpu", settings.per_node, settings.nodes * settings.per_node),)
-    return (Menu.whole("gpu", settings.per_node, settings.nodes),)
+    most = settings.nodes * settings.per_node
+    offered = range(1, most + 1) if adapts == "size" else sizes(settings.per_node, most)
+    return (Offer.of("gpu", offered, settings.per_node),)
 
 
 def _declared(settings: Settings, index: int, total: float) -> float | None:

@@ -23,11 +23,13 @@ from resilin.core.noise import Noise
 from resilin.core.plan import BatchBounds
 from resilin.core.throughput import Floats, ThroughputModel
 
+HYSTERESIS = 0.05
+"""Gain of goodput that a job changes its batch for, as `core.tuner` has it."""
 _EDGE = 1e-8
 """Tolerance of divisions that are rounded up."""
 
 
-class Menu(NamedTuple):
+class Offer(NamedTuple):
     """Sizes that a policy is told the speed of, for one kind of accelerator."""
 
     kind: str
@@ -38,17 +40,9 @@ class Menu(NamedTuple):
     """Nodes of each: as few as possible."""
 
     @classmethod
-    def whole(cls, kind: str, per_node: int, nodes: int) -> Menu:
-        """Parts of a node that divide it, and whole nodes."""
-        parts = [size for size in range(1, per_node) if per_node % size == 0]
-        sizes = (*parts, *(per_node * count for count in range(1, nodes + 1)))
-        return cls(kind, sizes, tuple(-(-size // per_node) for size in sizes))
-
-    @classmethod
-    def dense(cls, kind: str, per_node: int, most: int) -> Menu:
-        """Every size."""
-        sizes = tuple(range(1, most + 1))
-        return cls(kind, sizes, tuple(-(-size // per_node) for size in sizes))
+    def of(cls, kind: str, sizes: Sequence[int], per_node: int) -> Offer:
+        """These sizes, on nodes with so many accelerators."""
+        return cls(kind, tuple(sizes), tuple(-(-size // per_node) for size in sizes))
 
 
 class Training(Protocol):
@@ -72,7 +66,7 @@ class Training(Protocol):
     def run(self, seconds: float) -> tuple[float, bool]:
         """Train for at most this long; the seconds that it took, and whether it has finished."""
 
-    def speeds(self, menus: Sequence[Menu]) -> tuple[Speeds, ...]:
+    def speeds(self, offers: Sequence[Offer]) -> tuple[Speeds, ...]:
         """The speeds that it reports to a policy; empty before it has measured any."""
 
 
@@ -100,6 +94,7 @@ class RecordedTraining:
         self._noise: Noise | None = None
         self._profile: dict[tuple[int, int, int], StepTime] = {}
         self._fitted = _Fitted()
+        self._choice: dict[int, int] = {}  # index of the batch, by the replicas it is for
 
     @property
     def profiled(self) -> int:
@@ -156,18 +151,18 @@ class RecordedTraining:
             self._replan()
         return seconds, False
 
-    def speeds(self, menus: Sequence[Menu]) -> tuple[Speeds, ...]:
+    def speeds(self, offers: Sequence[Offer]) -> tuple[Speeds, ...]:
         """The speeds that it reports to a policy; empty before it has measured any."""
         if self._oracle:
             assert self._batch_size is not None
-            return tuple(_true_speeds(self._application, self._batch_size, m) for m in menus)
-        if not self._profile or not menus:
+            return tuple(_true_speeds(self._application, self._batch_size, each) for each in offers)
+        if not self._profile or not offers:
             return ()
         fitted, found = self._fit(), []
-        for menu in menus:
-            candidates = _candidates(self._application, self._batch_size, menu.sizes)
-            values = fitted.goodput(candidates, self._noise, menu.hosts).max(axis=1)
-            found.append(Speeds(kind=menu.kind, sizes=menu.sizes, goodput=tuple(values.tolist())))
+        for offer in offers:
+            candidates = _candidates(self._application, self._batch_size, offer.sizes)
+            values = fitted.goodput(candidates, self._noise, offer.hosts).max(axis=1)
+            found.append(Speeds(kind=offer.kind, sizes=offer.sizes, goodput=tuple(values.tolist())))
         return tuple(found)
 
     def _observe(
@@ -203,6 +198,10 @@ class RecordedTraining:
             candidates = _candidates(app, None, (replicas,))
             values = self._fit().goodput(candidates, self._noise, (len(self._counts),))[0]
             best = int(values.argmax())
+            last = self._choice.get(replicas, best)
+            if values[best] < (1 + HYSTERESIS) * values[last]:
+                best = last
+            self._choice = {replicas: best}
             batch, local, steps = (
                 int(column[0, best])
                 for column in (candidates.sizes, candidates.local_bsz, candidates.steps)
@@ -256,11 +255,11 @@ def _split(
 
 
 @cache
-def _true_speeds(application: Application, batch_size: int, menu: Menu) -> Speeds:
+def _true_speeds(application: Application, batch_size: int, offer: Offer) -> Speeds:
     """True steps per second at one global batch."""
-    per_node = max(-(-size // hosts) for size, hosts in zip(menu.sizes, menu.hosts, strict=True))
+    per_node = max(-(-size // hosts) for size, hosts in zip(offer.sizes, offer.hosts, strict=True))
     sizes, rates = [], []
-    for size in menu.sizes:
+    for size in offer.sizes:
         if size * application.local_bsz_bounds[0] > batch_size or size > MOST_REPLICAS:
             break
         whole, rest = divmod(size, per_node)
@@ -271,7 +270,7 @@ def _true_speeds(application: Application, batch_size: int, menu: Menu) -> Speed
         step, sync = application.step_seconds(counts, local)
         sizes.append(size)
         rates.append(1 / (step + (step - sync) * (steps - 1)))
-    return Speeds(kind=menu.kind, sizes=tuple(sizes), goodput=tuple(rates))
+    return Speeds(kind=offer.kind, sizes=tuple(sizes), goodput=tuple(rates))
 
 
 class GivenTraining:
@@ -309,7 +308,7 @@ class GivenTraining:
         self.done = self.total
         return min(needed, seconds), True
 
-    def speeds(self, menus: Sequence[Menu]) -> tuple[Speeds, ...]:
+    def speeds(self, offers: Sequence[Offer]) -> tuple[Speeds, ...]:
         """The given speeds: such a job knows them from the start."""
-        del menus
+        del offers
         return self._speeds

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -18,7 +18,7 @@ from resilin.cluster.simulation.applications import MOST_REPLICAS, Application, 
 from resilin.cluster.simulation.training import GivenTraining, RecordedTraining, Training
 
 Adapts = Literal["nothing", "size", "all"]
-"""What of a job may change: nothing (size and batch as submitted), its size (the batch is as
+"""Parts of a job that may change: nothing (size and batch as submitted), its size (the batch is as
 submitted, and the policy is told true step times), or its size and batch."""
 ADAPTS: tuple[Adapts, ...] = ("nothing", "size", "all")
 """Values of `Adapts`."""
@@ -62,15 +62,7 @@ class RecordedJob:
                 most = 1
             batch = self.batch_size if adapts == "size" else app.max_batch_size
             most = max(1, min(most, batch // app.local_bsz_bounds[0]))
-        return JobSpec(
-            id=given.id,
-            submitted=given.submitted,
-            tenant=given.tenant,
-            priority=given.priority,
-            min_replicas=min(least, most),
-            max_replicas=most,
-            preemptible=given.preemptible,
-        )
+        return replace(given, min_replicas=min(least, most), max_replicas=most)
 
     def training(self, adapts: Adapts) -> Training:
         """Its work, from the start."""
@@ -92,6 +84,8 @@ class GivenJob:
     """Work of the whole job, in the unit of goodput times seconds."""
     speeds: tuple[Speeds, ...]
     """Goodput by kind and size."""
+    replicas: int | None = None
+    """Size that its user asked for, where jobs do not adapt; None means any that it may have."""
 
     def __post_init__(self) -> None:
         if not self.work > 0:
@@ -101,8 +95,9 @@ class GivenJob:
 
     def spec(self, adapts: Adapts) -> JobSpec:
         """The wishes of its user."""
-        del adapts
-        return self.wishes
+        if adapts != "nothing" or self.replicas is None:
+            return self.wishes
+        return replace(self.wishes, min_replicas=self.replicas, max_replicas=self.replicas)
 
     def training(self, adapts: Adapts) -> Training:
         """Its work, from the start."""

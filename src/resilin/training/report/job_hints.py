@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from resilin.core.answer import Menu
+from resilin.core.clock import ClockName
 from resilin.core.fit import Fitted, fit
 from resilin.core.hints import End, JobHints
 from resilin.core.noise import Noise
@@ -26,17 +27,19 @@ class Sources:
     """The parts of a job that its hints are made of."""
 
     engine: Engine
-    """Who is in the job."""
+    """The engine, which knows the members."""
     timeline: Timeline
-    """How far it has come."""
+    """Progress of the job."""
     sizes: BatchSizes | None
     """Batch sizes of the loader that trains; None if that is not one of resilin's."""
     scale: float
     """Global batch over reference batch, in the last step."""
+    clock: ClockName
+    """Clock of its rule, which decides when the run ends."""
     noise: Noise | None
     """Noise of the gradient, per sample; None until it was measured."""
     measured: Measured
-    """What the job has measured."""
+    """The measurements of the job."""
 
 
 def job_hints(sources: Sources) -> JobHints:
@@ -75,9 +78,10 @@ def job_hints(sources: Sources) -> JobHints:
         bounds=bounds,
         steps=clock.steps,
         samples=clock.samples,
-        progress=clock.progress,
+        progress=clock.progress if sources.clock == "progress" else clock.sample_steps,
         total=total,
         end=end,
+        clock=sources.clock,
         noise=sources.noise,
         throughput=None if present is None else present.model,
     )

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from resilin.core import time_share
 from resilin.core.answer import Menu, read_menu
 from resilin.core.fit import StepTime
 from resilin.core.hints_json import Fields
@@ -28,6 +29,10 @@ from resilin.engine.base import Engine
 
 logger = logging.getLogger("resilin")
 
+SHARE = 0.002
+"""Part of the time that may be spent on keeping step times."""
+ALLOWANCE = 0.02
+"""Seconds of it that are free, so that the first steps are all measured."""
 CHANGES = 5
 """Changes of the replicas whose median is the usual one."""
 
@@ -70,11 +75,18 @@ class Measured:
         self._plan: BatchPlan | None = None
         self._began: float | None = None
         self._last: _Last | None = None
+        self._made = time.perf_counter()
+        self._spent = 0.0
 
     @property
     def profile(self) -> StepProfile:
         """Step times on the present kind of accelerator."""
         return self.profiles.get(self.kind, StepProfile())
+
+    @property
+    def generation(self) -> int | None:
+        """Generation that has committed the last step; None before the first one."""
+        return None if self._last is None else self._last.generation
 
     @property
     def rescale_seconds(self) -> float | None:
@@ -90,9 +102,14 @@ class Measured:
             sync_seconds: How long the newest step that is known waited for its reduction.
         """
         now, plan = time.perf_counter(), self._plan
-        if plan is not None and self._began is not None:
+        if plan is not None and self._began is not None and self._may_observe(now):
             self._observe(plan, now - self._began, sync_seconds or 0.0)
+            self._spent += time.perf_counter() - now
         self._plan, self._began = None, now
+
+    def _may_observe(self, now: float) -> bool:
+        """Whether there is time for it: of short steps, some are enough."""
+        return time_share.is_within(self._spent, now - self._made, SHARE, free=ALLOWANCE)
 
     def pause(self) -> None:
         """The time until the next step is not part of the last one."""
@@ -124,11 +141,12 @@ class Measured:
 
     def _observe(self, plan: BatchPlan, seconds: float, sync: float) -> None:
         me = self._engine.membership
-        if plan.replicas != me.num_replicas or me.num_hosts > me.num_replicas or seconds <= 0:
+        if plan.replicas != me.num_replicas or seconds <= 0:
             return
         sync = min(max(sync, 0.0), seconds) if me.num_replicas > 1 else 0.0
         step = StepTime(
-            hosts=me.num_hosts,
+            # A replica under tensor parallelism may be on several hosts.
+            hosts=min(me.num_hosts, me.num_replicas),
             replicas=me.num_replicas,
             local_bsz=plan.global_batch_size / plan.replicas / plan.steps,
             accumulation_steps=plan.steps,

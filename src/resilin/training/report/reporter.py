@@ -49,23 +49,20 @@ class Reporter:
         self._began = time.perf_counter()
         self._spent = 0.0
         self._latest = -math.inf
-        self._reported: tuple[int, bool] | None = None
+        self._reported: tuple[int | None, bool] | None = None
         self._broken = False
 
-    def between_steps(
-        self, measured: Measured, generation: int, make: Callable[[], JobHints]
-    ) -> None:
+    def between_steps(self, measured: Measured, make: Callable[[], JobHints]) -> None:
         """Makes and sends a record if one is due.
 
         Args:
             measured: Measurements of the job; takes over the menu of the scheduler.
-            generation: The present generation.
             make: Makes the record.
         """
         due = self._take_answer(measured)
         now = time.perf_counter()
-        # Twice for each generation: when it has begun, and when it was measured.
-        state = (generation, measured.num_here >= FIRST)
+        # Twice for each generation: after its first step, and when it was measured.
+        state = (measured.generation, measured.num_here >= FIRST)
         known = measured.num_here >= FIRST or bool(measured.changes)
         due |= known and state != self._reported
         due |= self._reported is not None and now - self._latest >= self._seconds

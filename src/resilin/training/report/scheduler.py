@@ -35,13 +35,6 @@ class SchedulerError(Exception):
     """The scheduler did not accept the hints; the message gives the reason."""
 
 
-class _Direct(urllib.request.HTTPRedirectHandler):
-    """Follows no redirection: another server must not get the token."""
-
-    def redirect_request(self, *_: object, **__: object) -> None:
-        """None, which makes it an error."""
-
-
 class Scheduler:
     """The scheduler of a cluster, as one of its jobs sees it.
 
@@ -68,8 +61,9 @@ class Scheduler:
         self.url = f"{url.rstrip('/')}/jobs/{urllib.parse.quote(job, safe='')}/hints"
         """Address of the hints of the job."""
         self._token = token
-        # Never by a proxy: the scheduler is in the cluster, and the token is for it alone.
-        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({}), _Direct()]
+        # Never by a proxy: the scheduler is in the cluster, and the token is for it alone. For the
+        # same reason nothing is redirected: urllib does not do that with a PUT.
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         if parts.scheme == "https":
             try:
                 context = ssl.create_default_context(cafile=ca)

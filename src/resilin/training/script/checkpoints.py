@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from resilin.core import _validate
 from resilin.engine import overrides
@@ -69,7 +69,21 @@ def checkpoint_to(
     )
 
 
-def register(name: str, thing: Stateful) -> None:
+class _DictState:
+    """A dict of the script, as something with a state. It is restored in place."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values.clear()
+        self.values.update(state)
+
+
+def register(name: str, thing: Stateful | dict[str, Any]) -> None:
     """Save and restore an object of your own with the job.
 
     Model, optimizer, scheduler, scaler, loader, Accumulators and clocks are registered already.
@@ -77,14 +91,17 @@ def register(name: str, thing: Stateful) -> None:
 
     Args:
         name: Its name in checkpoints.
-        thing: An object with `state_dict()` and `load_state_dict()`. Its state consists of numbers,
-            strings, tensors, numpy arrays, and containers of them. If the job resumes from a state
-            with this name, it is loaded: when the job starts, or now if it has started.
+        thing: An object with `state_dict()` and `load_state_dict()`, or a dict. The state consists
+            of numbers, strings, tensors, numpy arrays, and containers of them. If the job resumes
+            from a state with this name, it is loaded: when the job starts, or now if it has
+            started. A dict is changed in place, so a number of your script belongs into one:
+            `best = {"loss": math.inf}`.
 
     Raises:
-        ValueError: The name is taken, or the object lacks one of the two methods.
+        ValueError: The name is taken, or the object is no dict and lacks one of the two methods.
     """
-    current_job().registry.add(name, thing)
+    kept: Stateful = _DictState(thing) if isinstance(thing, dict) else thing
+    current_job().registry.add(name, kept)
 
 
 def resume() -> Version | None:

@@ -104,19 +104,24 @@ def check_split(
 def hints(max_replicas: int = 64) -> dict[str, Any]:
     """Speed of this job with other numbers of replicas. Works on any replica.
 
-    `resilin.core.hints.JobHints.from_json` reads it, without torch.
+    `resilin.core.hints.JobHints.from_json` reads it, without torch. With a batch size that stays
+    the same, steps are timed from the first call on, or from the beginning in a job that has a
+    scheduler (`RESILIN_SCHEDULER`): before that, a step does nothing for it.
 
     Args:
         max_replicas: Largest number of replicas in the speedup, at powers of two.
 
     Returns:
-        A dict that `json.dumps` takes. `version`; `placement` (hosts, replicas); `batch`
-        (reference, current, max_batch_size, local_bsz_bounds, gradient_accumulation); `progress`
-        (steps, samples, progress in reference steps, total if known); `noise` (sqr_norm, and
-        trace per sample) or None; `throughput` (the fields of
-        `resilin.core.throughput.ThroughputModel`) or None while no step was measured; `speedup`
-        (replicas, and best goodput over that of one replica on one host; 0 where the bounds
-        allow no plan) or None without a throughput.
+        A dict that `json.dumps` takes. `version`; `job` (id in the cluster or None, generation,
+        unix time, accelerator, median rescale_seconds or None); `placement` (hosts, replicas,
+        accelerators_per_replica); `sizes` (min and max number of accelerators, multiple, largest
+        profiled); `batch` (reference, current, fixed, max_batch_size, local_bsz_bounds,
+        gradient_accumulation); `progress` (steps, samples, progress in reference steps, total if
+        known, end: declared, estimated or unknown); `noise` (sqr_norm, and trace per sample) or
+        None; `throughput` (the fields of `resilin.core.throughput.ThroughputModel`) or None while
+        no step was measured; `speedup` (replicas, and best goodput over that of one replica on one
+        host; 0 where the bounds allow no plan) or None without a throughput; `goodput` (tables over
+        the menu of the scheduler, by kind of accelerator; empty without one).
 
     Raises:
         ValueError: No loader of the job has begun to train.

@@ -143,13 +143,8 @@ class Autoscaler:
         )
         self.decision = decision
         changes = decision.batch_size != before
-        logger.log(
-            logging.INFO if changes else logging.DEBUG,
-            "batch size %d -> %d: %s",
-            before,
-            decision.batch_size,
-            decision.reason,
-        )
+        # `resilin top` and the report show all decisions; on a terminal they would bury the rest.
+        logger.debug("batch size %d -> %d: %s", before, decision.batch_size, decision.reason)
         told = self._context.events
         told.emit(
             events.DecisionEvent(

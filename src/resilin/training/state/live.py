@@ -250,10 +250,11 @@ class LiveState:
         text = _in_words(before, self._members, healing)
         me = self._engine.membership
         if me.is_first:
+            # Who left and who joined is told by the launcher, with the numbers of the workers.
+            healed = _healed(before, self._members, healing)
             logger.info(
-                "generation %d: %s; %d replica%s continue%s from step %d after %.2f s",
-                me.generation,
-                text,
+                "%s%d replica%s continue%s from step %d after %.2f s",
+                f"{healed}; " if healed else "",
                 me.num_replicas,
                 "s" * (me.num_replicas > 1),
                 "s" * (me.num_replicas == 1),
@@ -269,14 +270,19 @@ def _sendable(held: Held) -> Held:
 
 def _in_words(before: Sequence[str], now: Sequence[str], healing: Healing) -> str:
     """The change of the members, in words."""
-    healed = [now[replica] for replica in healing.lacking if now[replica] in before]
     changes = (
         (sorted(set(before) - set(now)), "left"),
         (sorted(set(now) - set(before)), "joined"),
-        (healed, "had lost a step"),
     )
     said = [f"{', '.join(names)} {what}" for names, what in changes if names]
-    return "; ".join(said) or "the same members again"
+    healed = _healed(before, now, healing)
+    return "; ".join([*said, healed] if healed else said) or "the same members again"
+
+
+def _healed(before: Sequence[str], now: Sequence[str], healing: Healing) -> str:
+    """Names of former members that were given the state of the others; empty for none."""
+    names = [now[replica] for replica in healing.lacking if now[replica] in before]
+    return f"{', '.join(names)} had lost a step" if names else ""
 
 
 def _nothing() -> None:

@@ -401,7 +401,7 @@ def _check(name: str, thing: object) -> None:
         if not callable(getattr(thing, method, None)):
             raise ValueError(
                 f"{name!r} is a {type(thing).__name__} without {method}(); what is registered "
-                "needs both state_dict() and load_state_dict()"
+                "needs both state_dict() and load_state_dict(), or is a dict"
             )
 
 

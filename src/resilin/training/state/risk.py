@@ -51,16 +51,21 @@ class RiskReport:
         if steps == 0:
             logger.info("a lost worker costs no completed step: every step is copied to memory")
         elif self._copies.is_automatic:
-            logger.info(
-                "a lost worker costs at most about %d completed step(s)%s",
+            # The number follows the measured times: `resilin top` shows it as it changes.
+            logger.log(
+                logging.INFO if first else logging.DEBUG,
+                "a lost worker costs about %d completed step%s now%s",
                 steps,
+                "s" * (steps != 1),
                 ": copies in memory are made as often as pays off (memory_every=1: every step)"
                 if first
-                else " now",
+                else "",
             )
         else:
             logger.info(
-                "a lost worker costs at most %d completed step(s), as set by memory_every", steps
+                "a lost worker costs at most %d completed step%s, as set by memory_every",
+                steps,
+                "s" * (steps != 1),
             )
 
     def _is_news(self, steps: int) -> bool:

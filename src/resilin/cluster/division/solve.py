@@ -9,14 +9,25 @@ from __future__ import annotations
 
 import numpy as np
 
-from resilin.cluster.finish import fill, polish, program, repair
-from resilin.cluster.problem import Problem, Solution, fitting, of_rows, used
-from resilin.cluster.table import Floats, Ints
+from resilin.cluster.division.problem import (
+    Problem,
+    Solution,
+    fill,
+    fitting,
+    of_rows,
+    polish,
+    program,
+    repair,
+    used,
+)
+from resilin.cluster.division.table import Floats, Ints
 
 SWEEPS = 12
 """Rounds over the kinds; prices have settled long before."""
 HALVINGS = 60
-"""Steps of a bisection; it ends earlier once no job is between two sizes."""
+"""Most steps of a bisection; it ends earlier once no job is between two sizes."""
+PRECISION = 1e-6
+"""Relative precision of a price: jobs within it are decided by filling and exactly."""
 
 
 def price(problem: Problem) -> Solution:
@@ -29,8 +40,12 @@ def price(problem: Problem) -> Solution:
     Raises:
         ValueError: The smallest columns that may be chosen exceed the capacity.
     """
+    num_kinds = len(problem.capacity)
+    if not num_kinds or not len(problem.values):
+        nothing = np.zeros(len(problem.values), dtype=np.int64)
+        surcharge = np.zeros(len(problem.limits))
+        return Solution(choice=nothing, prices=np.zeros(num_kinds), surcharge=surcharge)
     work = fitting(problem)
-    num_kinds = len(work.capacity)
     surcharge = _surcharges(work)
     floor = _row_floor(work, surcharge)
     high = _highest(work.values, work.sizes)
@@ -119,9 +134,9 @@ def _lower(work: Problem, prices: Floats, floor: Floats | None, kind: int) -> tu
     high_part, low_part = at_high[open_rows], at_low[open_rows]
     choice = at_high.copy()
     for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        if middle in (low, high):
+        if high - low <= PRECISION * high or not len(open_rows):
             break
+        middle = (low + high) / 2
         now = choose(middle, part, part_floor)
         if used(part, now)[kind] <= rest:
             high, high_part = middle, now

@@ -17,7 +17,7 @@ from resilin.cluster.node import Allocation, Node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Want:
-    """What a job is to have."""
+    """The size that a job is to have."""
 
     job: str
     """Id of the job."""
@@ -26,7 +26,7 @@ class Want:
     size: int
     """Number of accelerators, at least 1."""
     now: Allocation | None = None
-    """What it has now, if it need not leave it."""
+    """Its allocation now, if it need not leave it."""
 
 
 Smaller = Callable[[Want], Sequence[int]]

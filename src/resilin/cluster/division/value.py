@@ -11,29 +11,36 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from resilin.cluster.table import Bools, Floats, Table
+from resilin.cluster.division.table import Bools, Floats, Table
+from resilin.cluster.job import JobStatus
 from resilin.core import _validate
 
 NOTHING = 1e-3
 """Speedup that stands for waiting: low enough that every job gets its minimum before another one
 gets more than a fair share."""
+OVERRUN = 0.2
+"""Part of the work done that a job beyond its declared end is taken to need still."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Urgency:
     """Settings of the value."""
 
-    p: float = 1.0
-    """Urgency of short jobs: weight = rank ** p, where the job with least left has the highest
-    rank; 0 counts all jobs the same."""
+    p: float = 1.5
+    """Urgency of short jobs: weight = (rank + even) ** p, where the job with least left has the
+    highest rank; 0 counts all jobs the same."""
+    even: float = 2.0
+    """Ranks below the lowest: a few jobs share more evenly than many, so that the last of them ends
+    sooner."""
     p_unknown: float = 0.4
     """The same for jobs whose end is not known: what they have done says less."""
-    horizon: float = 600.0
+    horizon: float = 300.0
     """Seconds over which a change of size has to pay for itself, or the job's end if sooner."""
 
     def __post_init__(self) -> None:
         _validate.real("p", self.p, at_least=0)
         _validate.real("p_unknown", self.p_unknown, at_least=0)
+        _validate.real("even", self.even, at_least=0)
         _validate.real("horizon", self.horizon, above=0)
 
 
@@ -59,20 +66,23 @@ def fair_goodput(table: Table, may: Bools) -> Floats:
 def seconds_left(table: Table, fair: Floats) -> Floats:
     """Seconds that each job still needs at a fair share.
 
-    A job whose end is unknown is taken to need as much again as it has done, a job that has never
-    been measured nothing.
+    A job whose end is unknown is taken to need as much again as it has done, a job beyond its
+    declared end a part of what it has done, and a job that has never been measured nothing.
     """
-    done = np.array([job.done for job in table.jobs], dtype=np.float64)
-    total = np.array(
-        [2 * job.done if job.total is None else job.total for job in table.jobs], dtype=np.float64
-    )
+    work = np.array([_work_left(job) for job in table.jobs], dtype=np.float64)
     measured = np.array([bool(job.speeds) for job in table.jobs], dtype=np.bool_)
-    left: Floats = np.where(measured, np.maximum(total - done, 0.0) / fair, 0.0)
+    left: Floats = np.where(measured, work / fair, 0.0)
     return left
 
 
+def _work_left(job: JobStatus) -> float:
+    if job.total is None:
+        return job.done
+    return job.total - job.done if job.done < job.total else OVERRUN * job.done
+
+
 def weights(table: Table, left: Floats, urgency: Urgency) -> Floats:
-    """Weight of each job: a power of its rank by seconds left, 1 on average."""
+    """Weight of each job: a power of its rank by seconds left, about 1 on average."""
     num_jobs = len(left)
     # Jobs with as much left are in the order of rows: the first one has the higher rank.
     order = np.argsort(-left[::-1], kind="stable")
@@ -80,7 +90,7 @@ def weights(table: Table, left: Floats, urgency: Urgency) -> Floats:
     rank[num_jobs - 1 - order] = np.arange(1, num_jobs + 1)
     known = np.array([job.total is not None for job in table.jobs], dtype=np.bool_)
     power = np.where(known, urgency.p, urgency.p_unknown)
-    found: Floats = (1 + power) * (rank / max(1, num_jobs)) ** power
+    found: Floats = (1 + power) * ((rank + urgency.even) / (num_jobs + urgency.even)) ** power
     return found
 
 

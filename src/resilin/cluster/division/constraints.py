@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from resilin.cluster.decision import ClusterStatus
+from resilin.cluster.division.table import Bools, Floats, Table
 from resilin.cluster.job import JobStatus
 from resilin.cluster.node import Node
-from resilin.cluster.table import Bools, Floats, Table
 from resilin.core import _validate
 
 
@@ -19,7 +19,8 @@ class Constraints:
     """Settings of the operator."""
 
     patience: float = 3600.0
-    """Seconds without accelerators after which a job comes first within its priority."""
+    """Seconds without accelerators after which a job comes first within its priority. It gets its
+    smallest size, and may lose it in the next round: `dwell` lets it stay."""
     dwell: float = 0.0
     """Seconds that a job keeps an allocation, unless its node leaves."""
     changes: int | None = None

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from resilin.cluster.decision import Quota
-from resilin.cluster.problem import Problem, Solution
-from resilin.cluster.table import Bools, Floats, Ints, Table
+from resilin.cluster.division.problem import Problem, Solution
+from resilin.cluster.division.table import Bools, Floats, Ints, Table
 
 Solver = Callable[[Problem], Solution]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """What each job gets, and the price that it met."""
+    """The column that each job gets, and the price that it met."""
 
     choice: Ints
     """Column of each job."""
@@ -37,7 +37,7 @@ class Shares:
 
 @dataclass(slots=True)
 class _Room:
-    """What is left, while shares are given."""
+    """The room that is left, while shares are given."""
 
     table: Table
     free: Ints

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from resilin.cluster.decision import Reason
-from resilin.cluster.share import Shares
-from resilin.cluster.table import Bools, Floats, Ints, Table
+from resilin.cluster.division.share import Shares
+from resilin.cluster.division.table import Bools, Floats, Ints, Table
+from resilin.cluster.job import JobStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +24,18 @@ class Explained:
     largest: Floats
     """Largest size that each job may have now."""
     shares: Shares
-    """What was chosen, and the prices."""
+    """The choice, and the prices."""
     keeps: Bools
     """Whether a job kept what it had, whatever its value."""
     given: Ints
     """Size of each job after it was placed."""
+
+
+def nothing_there(jobs: Iterable[JobStatus]) -> dict[str, Reason]:
+    """Reason of each job where no node can be used."""
+    text = "waits: no node has accelerators that it could use"
+    nothing = Reason(size=0, next_size=None, value=0.0, price=0.0, text=text)
+    return {job.spec.id: nothing for job in jobs}
 
 
 def reasons(made: Explained) -> dict[str, Reason]:

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from resilin.cluster import constraints as rules
-from resilin.cluster.constraints import Constraints
 from resilin.cluster.decision import ClusterStatus, Decision
-from resilin.cluster.explain import Explained, reasons
+from resilin.cluster.division import constraints as rules
+from resilin.cluster.division.constraints import Constraints
+from resilin.cluster.division.explain import Explained, nothing_there, reasons
+from resilin.cluster.division.place import Want, place
+from resilin.cluster.division.share import Shares, Solver, share
+from resilin.cluster.division.table import Bools, Floats, Ints, Rows, Table, build
 from resilin.cluster.menu import menus
 from resilin.cluster.node import Node
-from resilin.cluster.place import Want, place
-from resilin.cluster.share import Shares, Solver, share
-from resilin.cluster.table import Bools, Floats, Ints, Rows, Table, build
 
 Objective = Callable[[Table, Bools, float], Floats]
 """Values of jobs x columns, from the table, the columns that may be chosen, and the time."""
@@ -54,6 +54,8 @@ def divide(
     """
     nodes = rules.usable(status.nodes, status.now, constraints.lead)
     jobs = rules.in_order(status.jobs)
+    if not nodes or not jobs:
+        return Decision(allocations={}, reasons=nothing_there(jobs) if explain else {})
     forced = rules.must_leave(jobs, nodes)
     table = build(jobs, menus(nodes), forced, rows)
     largest = rules.largest_sizes(table, growth.factor, growth.first)
@@ -67,10 +69,9 @@ def divide(
 
     shares = solve(keeps)
     if constraints.changes is not None:
-        spared = _beyond(table, values, shares, constraints.changes)
-        if spared.any():
-            keeps = keeps | spared
-            shares = solve(keeps)
+        # Those that did not want to change do not move for others either.
+        keeps = keeps | _spared(table, values, shares, constraints.changes)
+        shares = solve(keeps)
     decision = _placed(table, may, nodes, shares, keeps)
     if not explain:
         return decision
@@ -86,13 +87,11 @@ def divide(
     return replace(decision, reasons=reasons(explained))
 
 
-def _beyond(table: Table, values: Floats, shares: Shares, most: int) -> Bools:
-    """Jobs whose change is worth least, beyond the number of changes that is allowed."""
+def _spared(table: Table, values: Floats, shares: Shares, most: int) -> Bools:
+    """Jobs that run and are not among those whose change is worth most."""
     everyone = np.arange(len(table.jobs))
-    spared = np.zeros(len(table.jobs), dtype=np.bool_)
-    changed = np.flatnonzero((shares.choice != table.current) & (table.current > 0))
-    if len(changed) <= most:
-        return spared
+    spared = table.current > 0
+    changed = np.flatnonzero((shares.choice != table.current) & spared)
 
     def net(choice: Ints) -> Floats:
         kind = table.columns.kind[choice]
@@ -102,7 +101,7 @@ def _beyond(table: Table, values: Floats, shares: Shares, most: int) -> Bools:
 
     gain = net(shares.choice) - net(table.current)
     order = changed[np.argsort(-gain[changed], kind="stable")]
-    spared[order[most:]] = True
+    spared[order[:most]] = False
     return spared
 
 
