@@ -241,3 +241,14 @@ def test_names_cannot_leave_the_directory(local, tmp_path):
     with pytest.raises(ValueError, match="cluster"):
         LocalBackend(tmp_path, "../x", NODES)
     assert Path(tmp_path.parent / "x").exists() is False
+
+
+def test_files_that_cannot_be_written_are_an_error_of_the_backend(tmp_path):
+    broken = LocalBackend(tmp_path / "x", "one", NODES)
+    for path in sorted((tmp_path / "x").rglob("*"), reverse=True):
+        path.rmdir()
+    (tmp_path / "x").rmdir()
+    with pytest.raises(BackendError, match=r"the files of local parts: .*No such file"):
+        broken.start(part("j-g1-1", "true"))
+    with pytest.raises(BackendError, match="the files of local parts"):
+        broken.nodes()

@@ -31,6 +31,7 @@ from tests.cli.live.certificates import Signer
 from tests.cluster.controller.made import Even, node
 
 TOKEN = "0123456789abcdef"
+TABLE = {"sizes": [1, 2], "hosts": [1, 1], "goodput": [1.0, 1.9], "spread": [0.1, 0.1]}
 LAUNCH = {"script": ["train.py", "<b>"], "directory": "/work"}
 
 
@@ -130,7 +131,7 @@ def test_a_job_from_its_submission_to_its_end(served):
     controller.turn()
     jobs = {job["id"]: job for job in client.jobs()}
     assert jobs["one"]["replicas"] == jobs["one"]["wanted"] == 2
-    assert client.why("one")["text"] == "its share"
+    assert client.why("one")["text"] == "its share."
     assert (client.why("one")["value"], client.why("one")["price"]) == (1.0, 2.0)
     client.cancel("one")
     controller.turn()
@@ -231,6 +232,14 @@ def test_hints_that_are_wrong_or_old_leave_the_last_good_ones(served):
         with pytest.raises(Refused, match=error) as refused:
             client.hint("one", hints(**changes))
         assert refused.value.status == 400
+    huge = hints()
+    huge["progress"]["progress"] = 1e300
+    for told, error in (
+        (huge, r"progress.progress \(3.2e\+301 samples\) must be at most 1e\+18"),
+        (hints(goodput={"cpu": {**TABLE, "goodput": [1.0, 1e300]}}), "goodput.cpu"),
+    ):
+        with pytest.raises(Refused, match=error):
+            client.hint("one", told)
     with pytest.raises(Refused, match="must be one, whose address was used"):
         client.hint("one", hints(job="two"))
     with pytest.raises(Refused, match="must not be after the present"):
@@ -250,9 +259,6 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
     max_leaves=12,
 )
-
-
-TABLE = {"sizes": [1, 2], "hosts": [1, 1], "goodput": [1.0, 1.9], "spread": [0.1, 0.1]}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -146,7 +147,11 @@ def main(arguments: Sequence[str]) -> int:
     if (args.tls_certificate is None) != (args.tls_key is None):
         ours.error("--tls-certificate and --tls-key must both be given")
     directory = (args.state or access.state_directory()).absolute()
-    journal = Journal(directory, after_append=_killer())
+    with contextlib.closing(Journal(directory, after_append=_killer())) as journal:
+        return _serve(args, directory, journal)
+
+
+def _serve(args: argparse.Namespace, directory: Path, journal: Journal) -> int:
     if not journal.state.cluster:
         journal.append([Opened(time=time.time(), cluster=f"c{secrets.token_hex(3)}")])
     logs = directory / "logs"
@@ -160,29 +165,22 @@ def main(arguments: Sequence[str]) -> int:
     )
     policy = by_name(args.policy, **{name: _number(text) for name, text in args.policy_option})
     backend = _backend(args, directory, journal.state.cluster)
+    meetings, token = _meetings(args, directory), access.ensure_token(directory)
     certificate = (args.tls_certificate, args.tls_key) if args.tls_certificate else None
-    server = Server((args.host, _port(args, directory)), certificate)
-    url = _url(args, server.server_address[1])
-    controller = Controller(
-        journal,
-        backend,
-        _meetings(args, directory),
-        policy,
-        rules,
-        Face(url=url, token=access.ensure_token(directory)),
-        poll=args.poll,
-        tell=say,
-    )
-    server.api = Api(controller)
-    _write_address(directory, url, server.server_address[1])
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: controller.stop())
-    threading.Thread(target=server.serve_forever, name="resilin-http", daemon=True).start()
-    print(f"resilin: serving cluster {journal.state.cluster} at {url}", flush=True)
-    controller.run()
-    server.shutdown()
-    server.server_close()
-    journal.close()
+    with Server((args.host, _port(args, directory)), certificate) as server:
+        url = _url(args, server.server_address[1])
+        face = Face(url=url, token=token)
+        controller = Controller(
+            journal, backend, meetings, policy, rules, face, poll=args.poll, tell=say
+        )
+        server.api = Api(controller)
+        _write_address(directory, url, server.server_address[1])
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: controller.stop())
+        threading.Thread(target=server.serve_forever, name="resilin-http", daemon=True).start()
+        print(f"resilin: serving cluster {journal.state.cluster} at {url}", flush=True)
+        controller.run()
+        server.shutdown()
     return 0
 
 

@@ -14,10 +14,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from resilin.cluster.backends import runner
 from resilin.cluster.backends.base import BackendError, Part, PartState, PartStatus
@@ -31,6 +32,22 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """Names that can be part of a file name."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Variable that gives a part its GPUs, where the node has real ones."""
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _answers(call: _F) -> _F:
+    """Have a call of the backend fail as backends do: a full disk is no error of the caller."""
+
+    @wraps(call)
+    def answering(*given: Any, **named: Any) -> Any:
+        try:
+            return call(*given, **named)
+        except OSError as error:
+            raise BackendError(f"the files of local parts: {error}") from error
+
+    return cast(_F, answering)
 
 
 def backend(cluster: str, options: Mapping[str, str]) -> LocalBackend:
@@ -93,6 +110,7 @@ class LocalBackend:
         """The reason why it cannot be used here; None if it can."""
         return None if os.name == "posix" else "local parts need signals of POSIX"
 
+    @_answers
     def nodes(self) -> tuple[Node, ...]:
         """Nodes that are up, with the accelerators that other clusters do not use."""
         used: dict[str, int] = {}
@@ -112,6 +130,7 @@ class LocalBackend:
             if not (self._down / node.name).exists()
         )
 
+    @_answers
     def start(self, part: Part) -> None:
         """Start a part, unless one of this name exists or has existed."""
         name = _checked(part.name)
@@ -147,6 +166,7 @@ class LocalBackend:
             said = done.stderr.decode(errors="replace").strip()[-500:]
             raise BackendError(f"{name} cannot be started: {said or done.returncode}")
 
+    @_answers
     def stop(self, name: str, grace: float) -> None:
         """Ask a part to save and leave within `grace` seconds."""
         status = runner.read(self._parts / f"{_checked(name)}.status")
@@ -164,6 +184,7 @@ class LocalBackend:
         elif before is None:
             runner.send(status["pid"], signal.SIGUSR1)
 
+    @_answers
     def list(self) -> tuple[PartStatus, ...]:
         """All parts that run, and those that ended in the last hour."""
         found = []

@@ -17,7 +17,7 @@ from resilin.cluster.controller.views import job_view, jobs_view, nodes_view, wh
 from resilin.cluster.job import JobSpec, check_name
 from resilin.cluster.menu import offers
 from resilin.core import _validate
-from resilin.core.hints import JobHints
+from resilin.core.hints import HintsError, JobHints
 
 FIELDS = frozenset(
     {"name", "launch", "tenant", "priority", "min", "max", "preemptible", "kinds"},
@@ -31,6 +31,10 @@ OWN_OPTIONS = frozenset(
     }
 )
 """Options of `resilin run` that the controller sets, or cannot honour."""
+MOST = 1e18
+"""Largest number of samples, and of samples per second, in hints."""
+MOST_RESCALE = 86400.0
+"""Longest time that a change of size may be said to take, in seconds."""
 AHEAD = 600.0
 """Seconds by which the clock of a job may be ahead of ours."""
 MOST_DRAIN = 366 * 86400.0
@@ -168,6 +172,7 @@ class Api:
             Conflict: Later ones are known, or the job has ended.
         """
         hints = JobHints.from_json(told)
+        _check_size(hints)
         now = time.time()
         if hints.job is not None and hints.job != name:
             raise ValueError(f"job.id ({hints.job}) must be {name}, whose address was used")
@@ -261,6 +266,26 @@ def _check_later(job: Job, hints: JobHints) -> None:
         )
     if hints.time is not None and known.time is not None and hints.time < known.time:
         raise Conflict(f"job.time ({hints.time}) must be at least {known.time}, the last one")
+
+
+def _check_size(hints: JobHints) -> None:
+    """Raises if numbers are so large or small that sums over all jobs would suffer from them."""
+    work = [("progress", hints.progress * hints.reference)]
+    if hints.total is not None:
+        work.append(("total", hints.total * hints.reference))
+    for name, value in work:
+        if not value <= MOST:
+            raise HintsError(f"progress.{name} ({value:g} samples) must be at most {MOST:g}")
+    for table in hints.tables:
+        for value in table.goodput:
+            if value and not 1 / MOST <= value <= MOST:
+                raise HintsError(
+                    f"goodput.{table.kind} ({value:g}) must be 0, or from {1 / MOST:g} to {MOST:g}"
+                )
+    if not (hints.rescale_seconds or 0.0) <= MOST_RESCALE:
+        raise HintsError(
+            f"job.rescale_seconds ({hints.rescale_seconds}) must be at most {MOST_RESCALE:g}"
+        )
 
 
 def parse(body: bytes) -> Any:

@@ -29,7 +29,11 @@ def carry_out(draft: Draft, nodes: Sequence[Node], rules: Rules) -> None:
         if job.cancelled and job.outcome is None and not parts:
             why = "its user cancelled it"
             draft.add(r.Closed(time=draft.now, job=name, outcome=r.CANCELLED, why=why))
-    left = {name: node.accelerators for name, node in usable.items()}
+    # Nothing is started on a node that is not reported at present.
+    left = {
+        name: node.accelerators if draft.state.nodes[name].missed is None else 0
+        for name, node in usable.items()
+    }
     for part in draft.state.parts.values():
         if part.node in left:
             left[part.node] -= part.accelerators
@@ -116,11 +120,8 @@ def _start(
     if parts and not staying:
         return  # a new life begins when the former one has ended
     here = {part.node for part in parts}
-    present = {node for node, known in draft.state.nodes.items() if known.missed is None}
     ready = {
-        node: count
-        for node, count in shares.items()
-        if node not in here and node in present and left[node] >= count
+        node: count for node, count in shares.items() if node not in here and left[node] >= count
     }
     if not staying and len(ready) < len(shares):
         # All parts start together, so that the first ones are not interrupted by the others.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,19 +15,55 @@ ENDED_KEPT = 1000
 """Number of jobs that have ended and are remembered."""
 
 
+class Owned(dict[str, Any]):
+    """A mapping of a state that nobody else has seen yet: it may be changed in place."""
+
+
+def own(state: State) -> State:
+    """A copy of a state, which `apply` may change; to be given out by `release`."""
+    return replace(
+        state, jobs=Owned(state.jobs), parts=Owned(state.parts), nodes=Owned(state.nodes)
+    )
+
+
+def release(state: State) -> State:
+    """The state that `own` has begun, which does not change any more."""
+    return replace(state, jobs=dict(state.jobs), parts=dict(state.parts), nodes=dict(state.nodes))
+
+
+def apply_all(state: State, records: Iterable[r.Record]) -> State:
+    """The state after many records, in a time that does not grow with the state for each."""
+    owned = own(state)
+    for record in records:
+        owned = apply(owned, record)
+    return release(owned)
+
+
 def apply(state: State, record: r.Record) -> State:
-    """The state after a record."""
+    """The state after a record. One that is owned may be the same object, changed."""
     return _APPLY[type(record)](state, record)
 
 
+def _put(state: State, name: str, key: str, value: Any) -> State:
+    """The state with one entry of a mapping changed, added or, with None, removed."""
+    before = getattr(state, name)
+    entries = before if isinstance(before, Owned) else dict(before)
+    if value is None:
+        entries.pop(key, None)
+    else:
+        entries[key] = value
+    changes: dict[str, Any] = {name: entries}
+    return state if entries is before else replace(state, **changes)
+
+
 def _with_job(state: State, name: str, **changes: Any) -> State:
-    return replace(state, jobs={**state.jobs, name: replace(state.jobs[name], **changes)})
+    return _put(state, "jobs", name, replace(state.jobs[name], **changes))
 
 
 def _with_part(state: State, name: str, **changes: Any) -> State:
     if name not in state.parts:
         return state
-    return replace(state, parts={**state.parts, name: replace(state.parts[name], **changes)})
+    return _put(state, "parts", name, replace(state.parts[name], **changes))
 
 
 def _opened(state: State, record: r.Opened) -> State:
@@ -41,8 +77,7 @@ def _met(state: State, record: r.Met) -> State:
 
 def _submitted(state: State, record: r.Submitted) -> State:
     job = Job(spec=record.spec, launch=record.launch, waiting_since=record.time)
-    jobs = {name: each for name, each in state.jobs.items() if name != record.spec.id}
-    return replace(state, jobs={**jobs, record.spec.id: job})
+    return _put(_put(state, "jobs", record.spec.id, None), "jobs", record.spec.id, job)
 
 
 def _cancel_asked(state: State, record: r.CancelAsked) -> State:
@@ -61,22 +96,20 @@ def _drained(state: State, record: r.Drained) -> State:
 
 
 def _node_seen(state: State, record: r.NodeSeen) -> State:
-    known = KnownNode(node=record.node)
-    return replace(state, nodes={**state.nodes, record.node.name: known})
+    return _put(state, "nodes", record.node.name, KnownNode(node=record.node))
 
 
 def _node_missed(state: State, record: r.NodeMissed) -> State:
-    nodes = dict(state.nodes)
-    if record.lost:
-        nodes.pop(record.node, None)
-    elif record.node in nodes:
-        nodes[record.node] = replace(nodes[record.node], missed=record.time)
-    return replace(state, nodes=nodes)
+    known = state.nodes.get(record.node)
+    if known is None:
+        return state
+    missed = None if record.lost else replace(known, missed=record.time)
+    return _put(state, "nodes", record.node, missed)
 
 
 def _decided(state: State, record: r.Decided) -> State:
-    jobs = dict(state.jobs)
-    for name, job in jobs.items():
+    jobs = state.jobs if isinstance(state.jobs, Owned) else dict(state.jobs)
+    for name, job in list(jobs.items()):
         before, after = state.wanted.get(name), record.wanted.get(name)
         if job.outcome is not None or before == after:
             continue
@@ -108,29 +141,23 @@ def _announced(state: State, record: r.Announced) -> State:
         changes["lived"] = record.time
     if record.hosts:
         changes["hosts"] = record.hosts
-    state = replace(
-        state,
-        parts={**state.parts, record.name: part},
-        lives=max(state.lives, record.life),
-    )
-    return _with_job(state, record.job, **changes) if record.life >= job.life else state
+    running = part.accelerators if record.adopted else 0
+    changes = (changes if record.life >= job.life else {}) | {"running": job.running + running}
+    state = replace(state, lives=max(state.lives, record.life))
+    return _with_job(_put(state, "parts", record.name, part), record.job, **changes)
 
 
 def _seen(state: State, record: r.Seen) -> State:
-    changes: dict[str, Any] = {"seen": True, "missed": None}
     part = state.parts.get(record.name)
     if part is None:
         return state
-    if record.running and part.began is None:
-        changes["began"] = record.time
-    state = _with_part(state, record.name, **changes)
-    size = sum(
-        each.accelerators
-        for each in state.parts.values()
-        if each.job == part.job and each.began is not None and each.asked is None
-    )
+    if not record.running or part.began is not None:
+        return _with_part(state, record.name, seen=True, missed=None)
+    state = _with_part(state, record.name, seen=True, missed=None, began=record.time)
     job = state.jobs[part.job]
-    return _with_job(state, part.job, profiled=size) if size > job.profiled else state
+    running = job.running + part.accelerators
+    profiled = max(job.profiled, running)
+    return _with_job(state, part.job, running=running, profiled=profiled)
 
 
 def _missed(state: State, record: r.Missed) -> State:
@@ -155,12 +182,11 @@ def _ended(state: State, record: r.Ended) -> State:
     )
     began = record.time if part.began is None else part.began
     served = part.accelerators * max(0.0, record.time - began)
-    state = replace(
-        state,
-        parts={name: each for name, each in state.parts.items() if name != record.name},
-        history=(*state.history, past)[-HISTORY:],
-    )
-    return _with_job(state, part.job, served=state.jobs[part.job].served + served)
+    job = state.jobs[part.job]
+    running = job.running - (part.accelerators if part.began is not None else 0)
+    state = replace(state, history=(*state.history, past)[-HISTORY:])
+    state = _put(state, "parts", record.name, None)
+    return _with_job(state, part.job, served=job.served + served, running=running)
 
 
 def _stumbled(state: State, record: r.Stumbled) -> State:
@@ -187,9 +213,9 @@ def _closed(state: State, record: r.Closed) -> State:
     over = [name for name, job in state.jobs.items() if job.outcome is not None]
     used = {part.job for part in state.parts.values()}
     dropped = set(over[: max(0, len(over) - ENDED_KEPT)]) - used
-    if not dropped:
-        return state
-    return replace(state, jobs={n: job for n, job in state.jobs.items() if n not in dropped})
+    for name in dropped:
+        state = _put(state, "jobs", name, None)
+    return state
 
 
 _APPLY: dict[type[r.Record], Callable[[State, Any], State]] = {

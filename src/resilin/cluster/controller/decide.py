@@ -52,7 +52,7 @@ def decide(draft: Draft, nodes: Sequence[Node], policy: Policy, rules: Rules) ->
         return
     if same and last is not None and 0 <= now - last.time < rules.interval:
         return
-    parts = state.by_job()
+    parts, sizes = state.by_job(), {node.name: (node.kind, node.accelerators) for node in nodes}
     status = ClusterStatus(
         now=now,
         nodes=tuple(nodes),
@@ -60,7 +60,7 @@ def decide(draft: Draft, nodes: Sequence[Node], policy: Policy, rules: Rules) ->
             job_status(
                 job,
                 parts.get(job.spec.id, ()),
-                _left(state.wanted.get(job.spec.id), job, nodes),
+                _left(state.wanted.get(job.spec.id), job, sizes),
                 now,
                 rules,
             )
@@ -101,12 +101,17 @@ def _because(jobs: Sequence[Job], nodes: Sequence[Node], policy: Policy) -> str:
     return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:16]
 
 
-def _left(before: Allocation | None, job: Job, nodes: Sequence[Node]) -> Allocation | None:
+def _left(
+    before: Allocation | None, job: Job, sizes: Mapping[str, tuple[str, int]]
+) -> Allocation | None:
     """The rest of an allocation on these nodes; None if it is too little to run."""
     if before is None:
         return None
-    most = {node.name: node.accelerators for node in nodes if node.kind == before.kind}
-    shares = tuple((name, count) for name, count in before.shares if most.get(name, 0) >= count)
+    shares = tuple(
+        (name, count)
+        for name, count in before.shares
+        if sizes.get(name, ("", 0))[0] == before.kind and sizes[name][1] >= count
+    )
     if not shares or sum(count for _, count in shares) < job.spec.min_replicas:
         return None
     return Allocation(kind=before.kind, shares=shares)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from resilin.cluster.controller import codec, records
-from resilin.cluster.controller.changes import apply
+from resilin.cluster.controller.changes import apply, apply_all, own, release
 from resilin.cluster.controller.state import State
 
 JOURNAL = "journal.jsonl"
@@ -70,18 +70,21 @@ class Journal:
             sync: Whether they have to survive a power failure from now on. Without it they do
                 with the next ones.
         """
-        wrote = False
-        for record in new:
-            after = apply(self.state, record)
-            self._write(_line(records.to_json(record)))
-            self.state = after
-            self._lines += 1
-            self._written += 1
-            wrote = True
-            if self._after_append is not None:
-                self._after_append(self._written)
-        if wrote and sync:
-            os.fsync(self._file)
+        batch = list(new)
+        after, end = apply_all(self.state, batch), os.fstat(self._file).st_size
+        try:
+            for record in batch:
+                _write(self._file, _line(records.to_json(record)))
+                self._written += 1
+                if self._after_append is not None:
+                    self._after_append(self._written)
+            if batch and sync:
+                os.fsync(self._file)
+        except OSError:
+            os.ftruncate(self._file, end)  # or the next line would follow a part of these
+            raise
+        self.state = after
+        self._lines += len(batch)
         if self._lines > LONGEST:
             self.compact()
         return self.state
@@ -97,14 +100,6 @@ class Journal:
         _sync(self._path.parent)
         os.close(self._file)
         self._file, self._lines = new, 1
-
-    def _write(self, line: bytes) -> None:
-        end = os.fstat(self._file).st_size
-        try:
-            _write(self._file, line)
-        except OSError:
-            os.ftruncate(self._file, end)  # or the next line would follow a part of this one
-            raise
 
     def close(self) -> None:
         """Let another controller have it."""
@@ -148,6 +143,7 @@ def _replay(path: Path) -> tuple[State, int, int]:
         content = path.read_bytes()
     except FileNotFoundError:
         return state, num, end
+    state = own(state)
     lines = content.split(b"\n")
     for index, line in enumerate(lines[:-1]):
         told = _parse(line)
@@ -157,13 +153,13 @@ def _replay(path: Path) -> tuple[State, int, int]:
             raise JournalError(f"{path}, line {index + 1}: the line is damaged")
         try:
             if told.get("record") == SNAPSHOT:
-                state = codec.from_json(State, told["state"])
+                state = own(codec.from_json(State, told["state"]))
             else:
                 state = apply(state, records.from_json(told))
         except (KeyError, ValueError) as error:
             raise JournalError(f"{path}, line {index + 1}: {error}") from error
         num, end = index + 1, end + len(line) + 1
-    return state, num, end
+    return release(state), num, end
 
 
 def _write(file: int, line: bytes) -> None:

@@ -23,6 +23,9 @@ from resilin.cluster.node import Node
 READY_LIMIT = 120.0
 """Seconds within which the store must answer: it loads torch."""
 
+READY = "serving the rendezvous"
+"""Words of `resilin store` when it serves."""
+
 
 class Meetings(Protocol):
     """Provides the rendezvous store."""
@@ -101,7 +104,8 @@ class StoreProcess:
 
     def _start(self, number: int, endpoint: str) -> None:
         port = endpoint.rpartition(":")[2]
-        name, log = f"store-{number}", self._directory / "store.log"
+        name = f"store-{number}"
+        log = self._directory / f"{name}.log"
         command = [sys.executable, "-m", "resilin.cli", "store"]
         part = Part(
             name=name,
@@ -114,16 +118,13 @@ class StoreProcess:
         )
         self._processes.start(part)
         deadline = time.monotonic() + READY_LIMIT
-        target = "127.0.0.1" if self._listen in ("", "0.0.0.0") else self._listen
         while time.monotonic() < deadline:
+            # Its own word: another process may answer at the port.
+            if log.exists() and READY in log.read_text(errors="replace"):
+                return
             if self._state(number) is not PartState.RUNNING:
                 raise BackendError(f"the rendezvous store on port {port} has ended: see {log}")
-            try:
-                socket.create_connection((target, int(port)), timeout=1.0).close()
-            except OSError:
-                time.sleep(0.1)
-                continue
-            return
+            time.sleep(0.1)
         raise BackendError(f"the rendezvous store on port {port} did not answer: see {log}")
 
 

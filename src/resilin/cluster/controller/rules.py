@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from resilin.cluster.controller.changes import apply
+from resilin.cluster.controller.changes import apply, own, release
 from resilin.cluster.controller.records import Record
 from resilin.cluster.controller.state import State
 from resilin.cluster.decision import Quota
@@ -83,14 +83,18 @@ class Draft:
     """
 
     def __init__(self, state: State, now: float) -> None:
-        self.state = state
-        """The state after all records."""
+        self.state = own(state)
+        """The state after all records; it is changed by the next one."""
         self.now = now
         """The time of the records."""
         self.records: list[Record] = []
         """The records, in order."""
         self.troubles: list[str] = []
         """Sentences for the operator."""
+
+    def result(self) -> State:
+        """The state after all records, for others."""
+        return release(self.state)
 
     def add(self, record: Record) -> None:
         """Add a record."""

@@ -62,6 +62,8 @@ class Job:
     """The JSON form of its last hints; None before the first."""
     hinted: float | None = None
     """When they came."""
+    running: int = 0
+    """Accelerators of its parts that run."""
     restarts: int = 0
     """Changes of its allocation since its first start."""
     profiled: int = 0

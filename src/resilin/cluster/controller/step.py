@@ -53,9 +53,5 @@ def step(
     places = usable(draft.state, now, rules, strange)
     decide(draft, places, policy, rules)
     carry_out(draft, places, rules)
-    return Step(
-        tuple(draft.records),
-        draft.state,
-        acts(draft.state, now, rules),
-        tuple(draft.troubles),
-    )
+    after = draft.result()
+    return Step(tuple(draft.records), after, acts(after, now, rules), tuple(draft.troubles))

@@ -86,7 +86,8 @@ def why_view(state: State, job: Job, parts: Sequence[PartRecord], now: float) ->
             "value": reason.value,
             "price": reason.price,
         }
-    told["text"] = " ".join(_sentences(state, job, parts, phase, now))
+    sentences = _sentences(state, job, parts, phase, now)
+    told["text"] = " ".join(f"{each.rstrip('.')}." for each in sentences)
     return told
 
 
