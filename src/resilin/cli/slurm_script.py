@@ -50,7 +50,8 @@ if [ "$code" = 0 ]; then
 fi
 # Asked to leave: by its time limit, or for a job of a higher priority. 143: by scancel.
 if [ "$asked" ] || {{ [ "$code" != 143 ] && ! answers; }}; then
-    exec scontrol requeue "$SLURM_JOB_ID"
+    # Not $SLURM_JOB_ID: that of one of the elements is also that of the whole array.
+    exec scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"
 fi
 for _ in 1 2 3 4 5; do
     finished && exit 0  # another element may just be writing it down
@@ -61,11 +62,12 @@ exit "$code"
 STORE = """\
 directory={directory}
 cd "$directory" || exit 1
+rm -f endpoint store.log
 {command} > store.log 2>&1 &
 store=$!
 trap leave=1 USR1
 trap 'rm -f endpoint; kill "$store"; exit 143' TERM
-until port=$(sed -n 's/.* on port \\([0-9]*\\)$/\\1/p' store.log) && [ "$port" ]; do
+until port=$(sed -n 's/.* on port \\([0-9]*\\)$/\\1/p' store.log 2>/dev/null) && [ "$port" ]; do
     kill -0 "$store" || exit 1
     sleep 0.2
 done
