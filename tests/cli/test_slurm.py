@@ -10,7 +10,7 @@ import time
 import pytest
 
 from resilin.cli import slurm as command
-from tests.cluster.sharing import JOB, assert_as_undisturbed, sizes_of
+from tests.cluster.sharing import JOB, assert_as_undisturbed, assert_once, sizes_of
 from tests.cluster.sharing_job import HURRY
 from tests.cluster.slurm_cluster import missing, slurm_cluster
 
@@ -124,6 +124,40 @@ def test_an_element_that_was_displaced_comes_back(slurm, submit, tmp_path):
     assert set(states(slurm, array).values()) == {"COMPLETED"}
     assert set(sizes_of(tmp_path / "job")) == {2}
     assert_as_undisturbed(tmp_path / "job", epochs=EPOCHS, seed=5)
+
+
+@real
+@pytest.mark.timeout(600)
+def test_a_store_that_moves_takes_the_job_with_it(slurm, submit, tmp_path):
+    array = submit("--nodes", "1:2")
+    wait_until(lambda: replicas(tmp_path) == 2, slurm, tmp_path)
+    # As when its time limit is near: all save, and meet again at the next store.
+    slurm.call("scancel", "--signal=USR1", "--batch", "--name=sharing_job-store")
+    both = [f"{array}_1", f"{array}_2"]
+    wait_until(lambda: all(restarts(slurm, each) == "1" for each in both), slurm, tmp_path)
+    (tmp_path / "job" / HURRY).touch()
+    wait_until(lambda: not slurm.call("squeue", "--noheader"), slurm, tmp_path)
+    assert set(states(slurm, array).values()) <= {"COMPLETED", "CANCELLED"}
+    assert_once(tmp_path / "job", epochs=EPOCHS)
+
+
+@real
+@pytest.mark.timeout(600)
+def test_a_store_that_is_lost_is_replaced(slurm, submit, tmp_path):
+    array = submit("--nodes", "1:2")
+    wait_until(lambda: replicas(tmp_path) == 2, slurm, tmp_path)
+    (node,) = slurm.call("squeue", "--noheader", "--name=sharing_job-store", "--format=%N").split()
+    # The store goes with its node, and with the element that is there too.
+    slurm.set_state(node, "DOWN")
+    wait_until(
+        lambda: "1" in (restarts(slurm, f"{array}_1"), restarts(slurm, f"{array}_2")),
+        slurm,
+        tmp_path,
+    )
+    (tmp_path / "job" / HURRY).touch()
+    wait_until(lambda: not slurm.call("squeue", "--noheader"), slurm, tmp_path)
+    assert set(states(slurm, array).values()) <= {"COMPLETED", "CANCELLED"}
+    assert_once(tmp_path / "job", epochs=EPOCHS)
 
 
 def test_the_scripts_are_printed_and_nothing_is_submitted(tmp_path, monkeypatch, capsys):

@@ -25,20 +25,28 @@ answers() {{
     endpoint=$(cat {endpoint} 2>/dev/null) || return 1
     timeout 10 bash -c ": < /dev/tcp/${{endpoint%:*}}/${{endpoint##*:}}" 2>/dev/null
 }}
+again() {{ # not $SLURM_JOB_ID: that of one of the elements is also that of the whole array
+    exec scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"
+}}
+
+# Slurm sends SIGUSR1 to this shell alone, and SIGTERM to all processes of the job.
+agent=
+asked=
+trap 'asked=1; [ -z "$agent" ] || kill -USR1 "$agent"' USR1
 
 # An element that starts late has nothing to do.
 finished && exit 0
 until answers; do
     finished && exit 0
+    [ -z "$asked" ] || again
     [ "$SECONDS" -lt {patience} ] || {{ echo "no answer from the store"; exit 1; }}
     sleep 2
 done
 
-# Slurm sends SIGUSR1 to this shell alone, and SIGTERM to all processes of the job.
-trap 'asked=1; kill -USR1 "$agent"' USR1
 trap : TERM
 {command} &
 agent=$!
+[ -z "$asked" ] || kill -USR1 "$agent"
 while wait "$agent"; code=$?; [ "$code" -gt 128 ] && kill -0 "$agent" 2>/dev/null; do :; done
 wait "$agent" 2>/dev/null  # its own code, if a signal has ended the wait
 last=$?; [ "$last" = 127 ] || code=$last
@@ -50,7 +58,7 @@ if [ "$code" = 0 ]; then
 fi
 # Asked to leave: by its time limit, or for a job of a higher priority. 143: by scancel.
 if [ "$asked" ] || {{ [ "$code" != 143 ] && ! answers; }}; then
-    exec scontrol requeue "$SLURM_JOB_ID"
+    again
 fi
 for _ in 1 2 3 4 5; do
     finished && exit 0  # another element may just be writing it down
@@ -61,18 +69,19 @@ exit "$code"
 STORE = """\
 directory={directory}
 cd "$directory" || exit 1
+rm -f endpoint store.log
 {command} > store.log 2>&1 &
 store=$!
 trap leave=1 USR1
 trap 'rm -f endpoint; kill "$store"; exit 143' TERM
-until port=$(sed -n 's/.* on port \\([0-9]*\\)$/\\1/p' store.log) && [ "$port" ]; do
+until port=$(sed -n 's/.* on port \\([0-9]*\\)$/\\1/p' store.log 2>/dev/null) && [ "$port" ]; do
     kill -0 "$store" || exit 1
     sleep 0.2
 done
 echo "$(hostname):$port" > endpoint.new && mv endpoint.new endpoint
 
 empty() {{ # whether the array is gone; a Slurm that does not answer is no sign of it
-    [ -e array ] || [ "$SECONDS" -gt 600 ] || return 1
+    [ -e array ] || {{ [ "$SECONDS" -gt 600 ]; return; }} # nobody has submitted it
     queue=$(squeue --noheader --jobs="$(cat array)" 2>&1)
     [[ -z $queue || $queue == *"nvalid job id"* ]]
 }}

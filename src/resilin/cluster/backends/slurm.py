@@ -23,7 +23,7 @@ from typing import TypeVar
 from resilin.cluster.backends import slurm_answers as answers
 from resilin.cluster.backends.base import Backend, BackendError, Part, PartState, PartStatus
 from resilin.cluster.backends.slurm_commands import call, change, script
-from resilin.cluster.backends.slurm_options import SlurmOptions, from_text
+from resilin.cluster.backends.slurm_options import SlurmOptions, comment, from_text
 from resilin.cluster.job import check_name
 from resilin.cluster.node import Node
 
@@ -67,12 +67,12 @@ class SlurmBackend:
                 ours[job.node] = ours.get(job.node, 0) + job.accelerators
         found = []
         for machine in self._machines():
-            total = self._accelerators(machine)
+            total = self._options.accelerators_of(machine)
             if not machine.up or not total or (partition and partition not in machine.partitions):
                 continue
             has = ours.get(machine.name, 0)
             start, open_to_us = taken.get(machine.name, (None, self._options.reservation is None))
-            count = self._free(machine, has) if open_to_us else has
+            count = self._options.free(machine, has) if open_to_us else has
             if machine.leaving:
                 count, start = has, machine.since or now
             if count or (open_to_us and start is None):
@@ -88,7 +88,8 @@ class SlurmBackend:
         machines = {each.name: each for each in self._machines(part.node)}
         if part.node not in machines:
             raise BackendError(f"Slurm has no node {part.node} for {part.name}")
-        said = call("sbatch", *self._arguments(part, machines[part.node]), text=script(part))
+        arguments = self._options.arguments(part, machines[part.node], self._limit(part))
+        said = call("sbatch", f"--job-name={name}", *arguments, text=script(part))
         number = int(said.partition(";")[0])
         # Whoever else has submitted it at the same moment sees both too, and keeps the same one.
         if number != min((job.number for job in self._jobs(name)), default=number):
@@ -147,64 +148,6 @@ class SlurmBackend:
                     found[name] = entry
         return found
 
-    def _accelerators(self, machine: answers.Machine) -> int:
-        return machine.gpus or self._options.accelerators
-
-    def _share(self, machine: answers.Machine) -> tuple[int, int]:
-        """CPUs and megabytes of memory that go with one accelerator."""
-        total = self._accelerators(machine)
-        cpus = max(1, machine.cpus // total)
-        if cpus >= machine.threads:
-            cpus -= cpus % machine.threads
-        return cpus, machine.memory // total
-
-    def _free(self, machine: answers.Machine, ours: int) -> int:
-        """Accelerators of a node that jobs of others leave."""
-        total = self._accelerators(machine)
-        cpus, memory = self._share(machine)
-        left = [total - max(0, machine.gpus_used - ours)] if machine.gpus else [total]
-        left.append((machine.cpus - max(0, machine.cpus_used - ours * cpus)) // cpus)
-        if memory:
-            left.append((machine.memory - max(0, machine.memory_used - ours * memory)) // memory)
-        return max(0, min(left))
-
-    def _arguments(self, part: Part, machine: answers.Machine) -> Sequence[str]:
-        options = self._options
-        total = self._accelerators(machine)
-        if not 1 <= part.accelerators <= total:
-            raise BackendError(
-                f"{part.name} asks for {part.accelerators} accelerators, and {machine.name} has "
-                f"{total}"
-            )
-        cpus, memory = self._share(machine)
-        found = {
-            "job-name": self._prefix + part.name,
-            "comment": _comment(part.accelerators),
-            "nodes": "1",
-            "ntasks": "1",
-            "nodelist": part.node,
-            "cpus-per-task": str(cpus * part.accelerators),
-            "dependency": "singleton",
-            "signal": f"B:USR1@{options.notice}",
-            "chdir": part.directory,
-            # Slurm fills in what follows a percent sign.
-            "output": part.log.replace("%", "%%") or os.devnull,
-            "open-mode": "append",
-            "export": "ALL",
-        }
-        if memory:
-            found["mem"] = f"{memory * part.accelerators}M"
-        if machine.gpus:
-            of = f"{machine.kind}:" if machine.kind else ""
-            found["gres"] = f"gpu:{of}{part.accelerators}"
-        for name in ("partition", "account", "qos", "reservation"):
-            if value := getattr(options, name):
-                found[name] = value
-        if limit := self._limit(part):
-            found["time"] = str(limit)
-        given = [f"--{name}={value}" for name, value in found.items()]
-        return ["--parsable", "--no-requeue", *given, *options.sbatch]
-
     def _limit(self, part: Part) -> int | None:
         """Time limit in minutes: a job that would outlast its node is not started at all."""
         leaves, _ = self._reserved().get(part.node, (None, True))
@@ -240,16 +183,12 @@ def _ask(job: answers.Job, grace: float) -> None:
         if sooner:
             change(*update, *sooner)
         return
-    mark = f"Comment={_comment(job.accelerators)} {answers.ASKED}"
+    mark = f"Comment={comment(job.accelerators)} {answers.ASKED}"
     try:
         change(*update, mark, *sooner)
     except BackendError:
         change(*update, mark)  # a site may not let users change time limits
     change("scancel", "--signal=USR1", "--batch", str(job.number))
-
-
-def _comment(accelerators: int) -> str:
-    return f"resilin accelerators={accelerators}"
 
 
 def _read(parse: Callable[[str], Iterable[T]], text: str) -> Sequence[T]:

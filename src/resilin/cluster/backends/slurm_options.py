@@ -1,11 +1,14 @@
-"""`SlurmOptions`: what the operator of a cluster says about its jobs in Slurm."""
+"""`SlurmOptions`: wishes of the operator of a cluster, and the arguments of `sbatch` they make."""
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from resilin.cluster.backends.base import BackendError, Part
+from resilin.cluster.backends.slurm_answers import Machine
 from resilin.core import _validate
 
 NOTICE = 60
@@ -39,6 +42,78 @@ class SlurmOptions:
             _validate.whole("time", self.time, at_least=1)
         _validate.whole("accelerators", self.accelerators, at_least=0)
         _validate.whole("notice", self.notice, at_least=1)
+
+    def accelerators_of(self, machine: Machine) -> int:
+        """Accelerators of a node."""
+        return machine.gpus or self.accelerators
+
+    def _share(self, machine: Machine) -> tuple[int, int]:
+        """CPUs and megabytes of memory that go with one accelerator."""
+        total = self.accelerators_of(machine)
+        cpus = max(1, machine.cpus // total)
+        if cpus >= machine.threads:
+            cpus -= cpus % machine.threads
+        return cpus, machine.memory // total
+
+    def free(self, machine: Machine, ours: int) -> int:
+        """Accelerators of a node that jobs of others leave."""
+        total = self.accelerators_of(machine)
+        cpus, memory = self._share(machine)
+        left = [total - max(0, machine.gpus_used - ours)] if machine.gpus else [total]
+        left.append((machine.cpus - max(0, machine.cpus_used - ours * cpus)) // cpus)
+        if memory:
+            left.append((machine.memory - max(0, machine.memory_used - ours * memory)) // memory)
+        return max(0, min(left))
+
+    def arguments(self, part: Part, machine: Machine, limit: int | None) -> Sequence[str]:
+        """Arguments of `sbatch` for a part, but for its name.
+
+        Args:
+            part: The part.
+            machine: Its node.
+            limit: Time limit in minutes; None leaves it to the partition.
+
+        Raises:
+            BackendError: The node does not have as many accelerators.
+        """
+        total = self.accelerators_of(machine)
+        if not 1 <= part.accelerators <= total:
+            raise BackendError(
+                f"{part.name} asks for {part.accelerators} accelerators, and {machine.name} has "
+                f"{total}"
+            )
+        cpus, memory = self._share(machine)
+        found = {
+            "comment": comment(part.accelerators),
+            "nodes": "1",
+            "ntasks": "1",
+            "nodelist": part.node,
+            "cpus-per-task": str(cpus * part.accelerators),
+            "dependency": "singleton",
+            "signal": f"B:USR1@{self.notice}",
+            "chdir": part.directory,
+            # Slurm fills in what follows a percent sign.
+            "output": part.log.replace("%", "%%") or os.devnull,
+            "open-mode": "append",
+            "export": "ALL",
+        }
+        if memory:
+            found["mem"] = f"{memory * part.accelerators}M"
+        if machine.gpus:
+            of = f"{machine.kind}:" if machine.kind else ""
+            found["gres"] = f"gpu:{of}{part.accelerators}"
+        for name in ("partition", "account", "qos", "reservation"):
+            if value := getattr(self, name):
+                found[name] = value
+        if limit is not None:
+            found["time"] = str(limit)
+        given = [f"--{name}={value}" for name, value in found.items()]
+        return ["--parsable", "--no-requeue", *given, *self.sbatch]
+
+
+def comment(accelerators: int) -> str:
+    """The comment of the job of a part: it says how many accelerators it has."""
+    return f"resilin accelerators={accelerators}"
 
 
 def from_text(options: Mapping[str, str]) -> SlurmOptions:
