@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="makes one job differ from another")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds added to each step")
+    parser.add_argument("--slow-while", type=Path, help="a file: 2 s are added while it is there")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
@@ -98,7 +99,9 @@ def main() -> None:
             optimizer.zero_grad()
             if model.clock.steps > step:
                 completed = model.clock.steps
-                if not (args.folder / HURRY).exists():
+                if args.slow_while is not None and args.slow_while.exists():
+                    time.sleep(2.0)
+                elif not (args.folder / HURRY).exists():
                     time.sleep(args.pause)
     if membership.replica == 0:
         state = {"steps": model.clock.steps, "parameters": net.state_dict()}

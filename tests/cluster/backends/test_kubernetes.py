@@ -25,6 +25,8 @@ pytest.importorskip("kubernetes_validate")
 
 import yaml
 
+from tests.cluster import sharing
+from tests.cluster.backends.elastic import hurry, part_of_rank_0, serving_store, training
 from tests.cluster.backends.kube_hands import Hands
 from tests.cluster.backends.kube_schema import SchemaServer
 from tests.cluster.backends.kube_server import ASSETS, RealServer, kubeconfig
@@ -318,6 +320,46 @@ def test_the_role_has_the_rights_that_are_needed_and_no_others(server, hands):
             review["spec"]["resourceAttributes"]["group"] = "batch"
         access = client.AuthorizationV1Api(hands.core.api_client)
         assert not access.create_subject_access_review(review).status.allowed, (verb, resource)
+
+
+# Elastic jobs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(400)
+def test_an_elastic_job_grows_and_shrinks_by_the_pod_of_rank_0(ours, hands, tmp_path):
+    hands.add_node("gpu-3", 4)
+
+    def wait(what):
+        def looked():
+            hands.look()
+            return what()
+
+        wait_until(looked)
+
+    with serving_store() as endpoint:
+        folder = tmp_path / "job"
+        parts = [
+            training(f"elastic-g1-{n}", f"gpu-{n + 1}", endpoint, folder, epochs=4, seed=3)
+            for n in range(3)
+        ]
+        ours.start(parts[0])
+        wait(lambda: sharing.steps_done(folder) >= 2)
+        for part in parts[1:]:
+            ours.start(part)
+        wait(lambda: sharing.sizes_of(folder)[-1] == 3)
+        reached = sharing.steps_done(folder)
+        wait(lambda: sharing.steps_done(folder) >= reached + 2)
+        first = part_of_rank_0(folder)
+        ours.stop(first, 60)
+        wait_for(ours, hands, first, PartState.ENDED)
+        hurry(folder)
+        for part in parts:
+            if part.name != first:
+                assert wait_for(ours, hands, part.name, PartState.ENDED).code == 0
+    sizes = sharing.sizes_of(folder)
+    assert (sizes[0], max(sizes), sizes[-1]) == (1, 3, 2)
+    assert sorted(hands.started) == [part.name for part in parts]
+    sharing.assert_as_undisturbed(folder, epochs=4, seed=3)
 
 
 # Objects ----------------------------------------------------------------------------------------

@@ -8,23 +8,20 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 
 import pytest
 
-from resilin.cluster.backends.base import BackendError, Part, PartState
+from resilin.cluster.backends.base import BackendError, PartState
 from resilin.cluster.backends.ray import backend
 from tests.cluster import sharing
+from tests.cluster.backends.elastic import hurry, part_of, part_of_rank_0, serving_store, training
 from tests.cluster.backends.ray_cluster import ENVIRONMENT, Nodes
 
 # The cluster is made by whichever test asks for it first.
 pytestmark = pytest.mark.timeout(400)
-ROOT = Path(__file__).parents[3]
 PATIENCE = 120.0
 """Seconds after which something that has not happened never will."""
-LIFE = uuid.uuid4().hex[:8]
-"""Part of the id of each job: copies in memory of a test that failed must not be found."""
 SAVES = "trap 'sleep 0.3; exit 7' USR1; echo $$ >> {}; while :; do sleep 0.05; done"
 """A command that writes down its process, and leaves in good order."""
 REFUSES = "trap '' USR1; echo $$ >> {0}; setsid sleep 1000 & echo $! >> {0}; wait"
@@ -74,12 +71,6 @@ def status(ours, name):
 def wait_for(ours, name, state):
     wait_until(lambda: status(ours, name).state is state)
     return status(ours, name)
-
-
-def part_of(name, node, command, accelerators=1, **more):
-    command = ["bash", "-c", command] if isinstance(command, str) else command
-    job = name.rpartition("-g")[0]
-    return Part(name=name, job=job, node=node, accelerators=accelerators, command=command, **more)
 
 
 def pids(path):
@@ -300,62 +291,29 @@ def drain(address, node, deadline):
 # Elastic jobs -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def endpoint():
-    """The meeting place of all jobs, on no node."""
-    command = [sys.executable, "-m", "resilin.cli", "store", "--host", "127.0.0.1", "--port", "0"]
-    store = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert store.stdout is not None
-    port = store.stdout.readline().split()[-1]
-    yield f"127.0.0.1:{port}"
-    store.terminate()
-    store.communicate(timeout=60)
-
-
-def training(name, node, endpoint, folder, *, epochs, seed, pause):
-    """A part of the elastic job whose samples are counted."""
-    folder.mkdir(exist_ok=True)
-    job = name.rpartition("-g")[0]
-    command = [sys.executable, "-m", "resilin.cli", "run", "--nnodes", "1:4", "--nproc", "1"]
-    command += ["--rdzv-id", f"{job}-{LIFE}", "--rdzv-endpoint", endpoint]
-    command += ["--rdzv-conf", "is_host=0"]
-    command += ["--checkpoint-dir", str(folder / "checkpoints"), str(sharing.JOB), str(folder)]
-    command += ["--epochs", str(epochs), "--seed", str(seed), "--pause", str(pause)]
-    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PART": name}
-    log = str(folder / f"{name}.log")
-    return part_of(name, node, command, environment=environment, directory=str(ROOT), log=log)
-
-
-def part_of_rank_0(folder):
-    """Name of the part with the first replica of the generation that trains."""
-    starts = [line for line in sharing.lines_of(folder) if line["event"] == "start"]
-    pid = [line["pid"] for line in starts if line["replica"] == 0][-1]
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    (name,) = [each[5:].decode() for each in variables if each.startswith(b"PART=")]
-    return name
-
-
-def test_an_elastic_job_grows_and_shrinks_by_the_node_of_rank_0(ours, names, endpoint, tmp_path):
-    folder = tmp_path / "job"
-    parts = [
-        training(f"elastic-g1-{n}", names[n], endpoint, folder, epochs=4, seed=3, pause=0.15)
-        for n in range(3)
-    ]
-    ours.start(parts[0])
-    wait_until(lambda: folder.exists() and sharing.steps_done(folder) >= 5)
-    for part in parts[1:]:
-        ours.start(part)
-    wait_until(lambda: sharing.sizes_of(folder)[-1] == 3)
-    reached = sharing.steps_done(folder)
-    wait_until(lambda: sharing.steps_done(folder) >= reached + 3)
-    first = part_of_rank_0(folder)
-    ours.stop(first, 60)
-    # Its worker ends the agent by the other signal, which may come first.
-    stopped = {128 + signal.SIGUSR1, 128 + signal.SIGTERM}
-    assert wait_for(ours, first, PartState.ENDED).code in stopped
-    for part in parts:
-        if part.name != first:
-            assert wait_for(ours, part.name, PartState.ENDED).code == 0
+def test_an_elastic_job_grows_and_shrinks_by_the_node_of_rank_0(ours, names, tmp_path):
+    with serving_store() as endpoint:
+        folder = tmp_path / "job"
+        parts = [
+            training(f"elastic-g1-{n}", names[n], endpoint, folder, epochs=4, seed=3)
+            for n in range(3)
+        ]
+        ours.start(parts[0])
+        wait_until(lambda: sharing.steps_done(folder) >= 2)
+        for part in parts[1:]:
+            ours.start(part)
+        wait_until(lambda: sharing.sizes_of(folder)[-1] == 3)
+        reached = sharing.steps_done(folder)
+        wait_until(lambda: sharing.steps_done(folder) >= reached + 2)
+        first = part_of_rank_0(folder)
+        ours.stop(first, 60)
+        # Its worker ends the agent by the other signal, which may come first.
+        stopped = {128 + signal.SIGUSR1, 128 + signal.SIGTERM}
+        assert wait_for(ours, first, PartState.ENDED).code in stopped
+        hurry(folder)
+        for part in parts:
+            if part.name != first:
+                assert wait_for(ours, part.name, PartState.ENDED).code == 0
     sizes = sharing.sizes_of(folder)
     assert (sizes[0], max(sizes), sizes[-1]) == (1, 3, 2)
     sharing.assert_as_undisturbed(folder, epochs=4, seed=3)
