@@ -87,7 +87,7 @@ def test_the_elastic_example_matches_the_reference_run():
     assert abs(float(elastic_loss) - float(loss)) < 0.005
 
 
-@pytest.mark.parametrize("name", ["concepts", "goodput", "growth", "large_batch"])
+@pytest.mark.parametrize("name", ["cluster", "concepts", "goodput", "growth", "large_batch"])
 def test_figures_are_what_their_scripts_draw(tmp_path, name):
     run(f"docs/figures/{name}.py", "--out", tmp_path / f"{name}.svg")
     assert (tmp_path / f"{name}.svg").stat().st_size > 10_000

@@ -61,6 +61,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="Epochs of each job (default: %(default)s).",
     )
+    ours.add_argument(
+        "--state",
+        type=Path,
+        metavar="DIR",
+        help="A new directory for its journal and the output of jobs (default: one that is "
+        "removed at the end).",
+    )
     return ours
 
 
@@ -72,10 +79,16 @@ def main(arguments: Sequence[str]) -> int:
         0; 1 if a job failed, or lost or repeated a sample.
     """
     args = parser().parse_args(arguments)
+    if args.state is not None:
+        args.state.mkdir(parents=True)
+        return _run(args.state.absolute(), args.epochs)
     with tempfile.TemporaryDirectory(prefix="resilin-demo-") as name:
-        state = Path(name)
-        with _controller(state) as (client, nodes):
-            return _show(client, nodes, state, args.epochs)
+        return _run(Path(name), args.epochs)
+
+
+def _run(state: Path, epochs: int) -> int:
+    with _controller(state) as (client, nodes):
+        return _show(client, nodes, state, epochs)
 
 
 def _show(client: Client, nodes: LocalBackend, state: Path, epochs: int) -> int:
