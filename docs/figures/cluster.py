@@ -62,12 +62,15 @@ def draw() -> Figure:
             middle = part["from"] + length / 2
             axes.text(middle, row, part["job"], color="white", ha="center", va="center", size=9)
     for node, at in run["drained"].items():
-        axes.plot([at, at], [nodes.index(node) - 0.48, nodes.index(node) + 0.48], color="black")
-        axes.text(at + 1, nodes.index(node) + 0.46, "drained", size=8, va="bottom")
+        row = nodes.index(node)
+        left = max(part["to"] for part in run["parts"] if part["node"] == node)
+        axes.plot([at, at], [row - 0.48, row + 0.48], color="black")
+        axes.text(left + 1.5, row, "drained", size=8, va="center")
     for node in run["lost"]:
         at = max(part["to"] for part in run["parts"] if part["node"] == node)
         axes.plot(at, nodes.index(node), "x", color="black", markersize=8)
         axes.text(at + 1.5, nodes.index(node), "lost", size=8, va="center")
+    axes.set_xlim(left=0)
     axes.set_yticks(range(len(nodes)), nodes)
     axes.invert_yaxis()
     axes.set_xlabel("seconds since the jobs were submitted")
