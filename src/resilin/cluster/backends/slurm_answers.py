@@ -1,8 +1,8 @@
 """Values from what the commands of Slurm print.
 
-Their JSON needs a plugin that many sites do not have, and changes with each version. The texts that
-are read here have been the same from 22.05 to 25.05: the fields of `squeue --Format`, and the pairs
-`Key=value` of `scontrol --oneliner`.
+Their JSON needs a plugin that many sites do not have, and changes with each version. Two plain
+texts are read: the fields of `squeue --Format`, and the pairs `Key=value` of `scontrol
+--oneliner`. They were tried with Slurm 22.05.
 """
 
 from __future__ import annotations
