@@ -141,7 +141,8 @@ def _jobs_on(client: Client, node: str) -> bool:
 
 
 def _job(state: Path, name: str, number: int, epochs: int) -> dict[str, object]:
-    options = ["--checkpoint-every", "20steps"]
+    # Copies in memory of what is killed would stay: here they end with the demo.
+    options = ["--checkpoint-every", "20steps", "--memory-dir", str(state / "memory")]
     script = [str(JOB), "--epochs", str(epochs), "--seed", str(number), "--pause", "0.15"]
     return {
         "name": name,
