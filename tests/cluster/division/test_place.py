@@ -136,3 +136,21 @@ def test_kinds_are_never_mixed():
     assert found["y"] == Allocation(kind="a100", shares=(("b", 2),))
     with pytest.raises(KeyError):
         place(nodes, {"z": Allocation(kind="t4", shares=(("gone", 1),))}, wants)
+
+
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=8),
+    st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    st.data(),
+)
+@settings(deadline=None, max_examples=300)
+def test_on_unequal_hosts_a_placement_is_found_and_is_possible(counts, before, later, data):
+    # Jobs of one size once took each other's node for ever.
+    nodes = hosts(*counts)
+    first = place(nodes, {}, [want(f"a{i}", size) for i, size in enumerate(before)])
+    wants = [want(job, a.size, a) for job, a in first.items() if data.draw(st.booleans())]
+    wants += [want(f"b{i}", size) for i, size in enumerate(later)]
+    second = place(nodes, {}, wants)
+    free(nodes, second.values())
+    assert all(second[each.job].size == each.size for each in wants if each.job in second)

@@ -236,7 +236,9 @@ class _Hosts:
                         break
                     if place in taken or place in self.spread or place in self.pinned:
                         continue
-                    if self.total[place] <= left:
+                    # Of two jobs of one size, each would take the other's node, again and again.
+                    lighter = all(its < size for its in self.small[place].values())
+                    if self.total[place] <= left and lighter:
                         taken[place] = self.total[place]
                         left -= self.total[place]
                         to_clear.append(place)

@@ -164,8 +164,8 @@ def fill(work: Problem, choice: Ints) -> Ints:
         free[work.kind[old]] += work.sizes[old]
         free[work.kind[column]] -= work.sizes[column]
         free[-1] = 0
-        left[work.group[row]] -= work.sizes[column] - work.sizes[old]
-        left[-1] = np.iinfo(np.int64).max
+        if work.group[row] >= 0:
+            left[work.group[row]] -= work.sizes[column] - work.sizes[old]
         choice[row] = column
         gain, now = gains(one)
         if np.isfinite(gain[0]):
