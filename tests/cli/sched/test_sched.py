@@ -121,6 +121,9 @@ def test_half_a_certificate_is_wrong_usage(capsys):
     with pytest.raises(SystemExit):
         serve.main(["--tls-key", "x"])
     assert "must both be given" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        serve.main(["--tls-ca", "x"])
+    assert "--tls-ca must come with --tls-certificate" in capsys.readouterr().err
 
 
 def test_a_fixed_size_is_one_size(capsys):

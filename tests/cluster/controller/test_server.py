@@ -151,6 +151,8 @@ def test_a_job_from_its_submission_to_its_end(served):
         ({}, r"Launch \(None\) must be an object"),
         ({"launch": {"script": [], "directory": "/"}}, "launch must have a script"),
         ({"launch": {"script": ["x"], "directory": "rel"}}, "absolute directory"),
+        ({"launch": {**LAUNCH, "options": ["--live"]}}, "option '--live' of resilin run must be"),
+        ({"launch": {**LAUNCH, "options": ["--nnodes=2"]}}, "option '--nnodes=2' of resilin run"),
         ({"launch": {"script": "x", "directory": "/"}}, "must be a list"),
         ({"launch": LAUNCH, "name": "../x"}, "lower-case letters"),
         ({"launch": LAUNCH, "name": 3}, "must be a text"),

@@ -9,14 +9,12 @@ import secrets
 from pathlib import Path
 
 from resilin.cluster.controller.client import Client
-from resilin.cluster.controller.launch import SCHEDULER
+from resilin.cluster.controller.launch import SCHEDULER, SCHEDULER_CA
 
 TOKEN = "token"
 """Name of the file with the token of the cluster."""
 ADDRESS = "address.json"
 """Name of the file with the URL of the controller."""
-SCHEDULER_CA = "RESILIN_SCHEDULER_CA"
-"""File with the certificate that signs that of the controller."""
 
 
 def state_directory() -> Path:

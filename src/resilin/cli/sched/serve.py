@@ -117,7 +117,7 @@ def _add_network(ours: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="Address to listen on (default: %(default)s).")
     add(
         "--port",
-        type=int,
+        type=values.port,
         default=0,
         help="Port (default: %(default)s, any free one, and the same at the next start).",
     )
@@ -128,6 +128,12 @@ def _add_network(ours: argparse.ArgumentParser) -> None:
     )
     add("--tls-certificate", metavar="FILE", help="Certificate, for encryption.")
     add("--tls-key", metavar="FILE", help="Private key of the certificate.")
+    add(
+        "--tls-ca",
+        metavar="FILE",
+        help="Certificate that signs it, for jobs: a path on the nodes (default: those that the "
+        "system of the nodes knows).",
+    )
     add(
         "--rendezvous",
         metavar="HOST:PORT",
@@ -146,6 +152,8 @@ def main(arguments: Sequence[str]) -> int:
     args = ours.parse_args(arguments)
     if (args.tls_certificate is None) != (args.tls_key is None):
         ours.error("--tls-certificate and --tls-key must both be given")
+    if args.tls_ca is not None and args.tls_certificate is None:
+        ours.error("--tls-ca must come with --tls-certificate")
     directory = (args.state or access.state_directory()).absolute()
     with contextlib.closing(Journal(directory, after_append=_killer())) as journal:
         return _serve(args, directory, journal)
@@ -169,7 +177,7 @@ def _serve(args: argparse.Namespace, directory: Path, journal: Journal) -> int:
     certificate = (args.tls_certificate, args.tls_key) if args.tls_certificate else None
     with Server((args.host, _port(args, directory)), certificate) as server:
         url = _url(args, server.server_address[1])
-        face = Face(url=url, token=token)
+        face = Face(url=url, token=token, ca=args.tls_ca or "")
         controller = Controller(
             journal, backend, meetings, policy, rules, face, poll=args.poll, tell=say
         )

@@ -14,6 +14,8 @@ SCHEDULER = "RESILIN_SCHEDULER"
 """URL of the controller, for the hints of a job."""
 SCHEDULER_TOKEN = "RESILIN_SCHEDULER_TOKEN"
 """Token for the hints of this job alone."""
+SCHEDULER_CA = "RESILIN_SCHEDULER_CA"
+"""File with the certificate that signs that of the controller."""
 JOB = "RESILIN_JOB"
 """Id of the job in the cluster."""
 ACCELERATOR = "RESILIN_ACCELERATOR"
@@ -30,6 +32,9 @@ class Face:
     """Its URL."""
     token: str
     """Token of the cluster; jobs get one derived from it."""
+    ca: str = ""
+    """File on the nodes with the certificate that signs that of the controller; empty for those
+    that a system knows."""
 
 
 def job_token(token: str, job: str) -> str:
@@ -46,6 +51,7 @@ def part_to_start(state: State, part: PartRecord, face: Face, rules: Rules) -> P
         SCHEDULER: face.url,
         SCHEDULER_TOKEN: job_token(face.token, part.job),
         JOB: part.job,
+        **({SCHEDULER_CA: face.ca} if face.ca else {}),
     }
     if part.node in state.nodes:
         # The tables of its hints have the names of the menu.
