@@ -150,7 +150,9 @@ def _judge(
     if job.outcome is not None or not own:
         return
     if any(end.code == 0 for _, end in own):
-        draft.add(r.Closed(time=draft.now, job=name, outcome=r.FINISHED, why="it finished"))
+        draft.add(
+            r.Closed(time=draft.now, job=name, outcome=r.FINISHED, why="its script has ended")
+        )
         return
     if job.cancelled:
         return
