@@ -216,11 +216,19 @@ def _leave(memory: MemoryDirectory, run_id: str, code: int) -> None:
 @contextmanager
 def _stop_signals_held() -> Iterator[None]:
     """Deliver signals that stop the job when the block has ended."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+    # Not by a mask: that is of this thread alone, and another one, such as torch's, would take it.
+    held: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: held.append(number))
+        for number in stop_signals()
+    }
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if held:
+            _stop(held[0], None)
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:

@@ -121,6 +121,10 @@ class Device:
     def end_micro_batch(self) -> None:
         """Called after each micro-batch; a lazy device starts executing it now."""
 
+    def model(self) -> str:
+        """Name of the device as its maker has it; its kind where there is none."""
+        return self.kind
+
     def total_memory(self) -> int | None:
         """Memory of the device in bytes; None if unknown."""
         return None
@@ -174,6 +178,10 @@ class Cuda(Device):
     def wait(self, device: torch.device) -> None:
         """For the current stream."""
         torch.cuda.current_stream(device).synchronize()
+
+    def model(self) -> str:
+        """Name of the device as its maker has it."""
+        return torch.cuda.get_device_name()
 
     def total_memory(self) -> int | None:
         """Of the current device."""

@@ -6,8 +6,6 @@ import os
 import time
 from dataclasses import dataclass
 
-import torch
-
 from resilin.core.answer import Menu
 from resilin.core.clock import ClockName
 from resilin.core.fit import Fitted, fit
@@ -93,8 +91,7 @@ def accelerator() -> str:
     named = os.environ.get(environment.ACCELERATOR, "").strip()
     if named:
         return named[:100]
-    here = devices.here()
-    return torch.cuda.get_device_name() if here.kind == "cuda" else here.kind
+    return devices.here().model()
 
 
 def _batch(sources: Sources) -> tuple[int, int, BatchBounds, bool]:
