@@ -4,8 +4,8 @@ The command runs in a terminal of its own (a pty). Its lines are kept with the t
 appeared, and the steps of each worker come from the event log of the same run. Nothing is sped up;
 only the start of the processes, before the first step, is left out.
 
-    python docs/figures/recording.py --record   # half a minute: runs the demo, writes recording.json
-    python docs/figures/recording.py            # draws docs/assets/recording.svg from recording.json
+    python docs/figures/recording.py --record   # runs the demo, writes recording.json
+    python docs/figures/recording.py            # draws docs/assets/recording.svg from it
 """
 
 from __future__ import annotations
@@ -104,6 +104,11 @@ def run_in_a_terminal(command: list[str], directory: Path) -> list[tuple[float, 
     return lines
 
 
+def load() -> Recording:
+    """The run that was recorded."""
+    return json.loads(DATA.read_text(encoding="utf-8"))
+
+
 # The picture -------------------------------------------------------------------------------------
 
 WIDTH, EDGE, SIZE, DOWN, LANE = 620, 16, 13, 19, 22
@@ -124,7 +129,7 @@ fill:#c9d1d9;white-space:pre}}
 def draw(data: Recording) -> str:
     """A terminal and, below it, one row for each worker with a mark for each of its steps."""
     rows = [
-        (when, text[start : start + COLUMNS])
+        (when, text[start : start + COLUMNS], kind(text))
         for when, text in data["lines"]
         for start in range(0, max(1, len(text)), COLUMNS)
     ]
@@ -140,7 +145,7 @@ def draw(data: Recording) -> str:
         return round(100 * (BEFORE + when) / seconds, 2)
 
     keyframes, texts = [], []
-    for number, (when, text) in enumerate(rows):
+    for number, (when, text, how) in enumerate(rows):
         y = 62 + DOWN * number
         name = ""
         if when > 0:
@@ -149,7 +154,7 @@ def draw(data: Recording) -> str:
                 f".l{number}{{animation:l{number} {seconds:.1f}s step-end infinite}}"
                 f"@keyframes l{number}{{0%{{opacity:0}}{share(when)}%{{opacity:1}}}}"
             )
-        texts.append(f'<text class="{name}{kind(text)}" x="{EDGE}" y="{y}">{escape(text)}</text>')
+        texts.append(f'<text class="{name}{how}" x="{EDGE}" y="{y}">{escape(text)}</text>')
     style = STYLE.format(
         size=SIZE,
         across=across + EDGE,
@@ -196,9 +201,8 @@ def lanes(data: Recording, top: int, per_second: float) -> str:
         colour = "#79c0ff" if new else "#56d364"
         parts.append(f'<path d="{marks}" stroke="{colour}" fill="none"/>')
         if new:
-            parts.append(
-                f'<text class="new" text-anchor="end" x="{made[0] - 8:.1f}" y="{y + 12}">joins</text>'
-            )
+            at = f'x="{made[0] - 8:.1f}" y="{y + 12}"'
+            parts.append(f'<text class="new" text-anchor="end" {at}>joins</text>')
     when, worker = data["lost"]
     x, y = left + when * per_second, top + 24 + LANE * worker
     parts.append(f'<path d="M{x:.1f} {y - 2}v18" stroke="#ff7b72" stroke-width="3"/>')
@@ -223,7 +227,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.record:
         DATA.write_text(json.dumps(record(), indent=1) + "\n")
-    args.out.write_text(draw(json.loads(DATA.read_text())))
+    args.out.write_text(draw(load()))
 
 
 if __name__ == "__main__":
