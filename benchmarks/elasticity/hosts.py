@@ -7,7 +7,6 @@ and most schedulers do.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -23,31 +22,11 @@ from typing import Any
 from faults import NOTICE, NUM_HOSTS, Fault
 from figures import first_full
 from launch import Contender
+from processes import TOKEN, alive, kill_all
 
-TOKEN = "ELASTICITY_TOKEN"
-"""Environment variable by which the processes of a host are found."""
 START = 120.0
 """Seconds in which all hosts must have made a step together."""
 HERE = Path(__file__).parent
-
-
-def _stat(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def processes_of(root: int, token: str) -> list[int]:
-    """A process, its descendants, and all others with the token in their environment."""
-    parents, found = {}, set()
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parents[int(path.name)] = int(_stat(int(path.name))[1])
-            if f"{TOKEN}={token}".encode() in (path / "environ").read_bytes().split(b"\0"):
-                found.add(int(path.name))
-    front = {root} | found
-    while front:
-        found |= front
-        front = {pid for pid, parent in parents.items() if parent in front} - found
-    return sorted(found - {os.getpid()})
 
 
 @dataclass
@@ -59,25 +38,9 @@ class Host:
     memory: Path
 
     def lose(self) -> None:
-        """Kills everything, again until nothing is left, and empties the memory."""
-        for _ in range(20):
-            living = [pid for pid in processes_of(self.process.pid, self.token) if _alive(pid)]
-            for pid in living:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.process.poll()
-            if not living:
-                break
-            time.sleep(0.05)
-        self.process.wait(timeout=30)
+        """Kills everything on it, and empties its memory."""
+        kill_all(self.process, self.token)
         shutil.rmtree(self.memory, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return _stat(pid)[0] != "Z"
-    except OSError:
-        return False
 
 
 @dataclass
@@ -203,7 +166,7 @@ class Run:
         self._take_in()
         own = {line["pid"]: line["time"] for line in self.lines if line["host"] == number}
         for pid in sorted(own, key=lambda pid: -own[pid]):
-            if _alive(pid):
+            if alive(pid):
                 os.kill(pid, signal.SIGKILL)
                 return
         self.spared += 1

@@ -165,7 +165,9 @@ def main() -> None:
     from harness import make_parser
 
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, help="these contenders alone")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(CONTENDERS), help="these contenders alone"
+    )
     parser.add_argument("--turns", type=int, default=TURNS, help="runs of each trace (%(default)s)")
     parser.add_argument("--out", type=Path, help=f"where to write the JSON ({OUT}, none if quick)")
     args = parser.parse_args()

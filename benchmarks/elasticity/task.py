@@ -37,6 +37,8 @@ SAVE_EVERY = 20
 FOLDER = Path(os.environ.get("ELASTICITY_FOLDER", "."))
 """Directory that all hosts share: checkpoints, ledgers and the final parameters."""
 HOST = int(os.environ.get("ELASTICITY_HOST", "0"))
+NUM_HOSTS = 3
+"""Hosts at the start, and the most at any time."""
 
 Place = tuple[str, int, int]
 """An id of the group of workers that make a step together, the rank in it, and its size."""
