@@ -22,7 +22,7 @@ NOTICE = 4.0
 """Seconds from the notice of a leave to the end of the host."""
 FIRST = 4.0
 """Seconds before the first fault."""
-GAP = (5.0, 8.0)
+GAP = (11.0, 15.0)
 """Seconds between two faults: the least and the most."""
 
 
@@ -45,7 +45,11 @@ def _happen(hosts: set[int], time: float, what: str, host: int | None = None) ->
     return Fault(round(time, 2), what, host)
 
 
-def schedule(seed: int, kinds: Iterable[str] = ("kill", "lose", "leave", "kill")) -> list[Fault]:
+def schedule(
+    seed: int,
+    kinds: Iterable[str] = ("kill", "lose", "leave"),
+    gap: tuple[float, float] = GAP,
+) -> list[Fault]:
     """Faults of these kinds in an order of the seed; a host joins after each one that goes."""
     dice = random.Random(seed)
     hosts, faults, now = set(range(NUM_HOSTS)), list[Fault](), FIRST
@@ -53,10 +57,10 @@ def schedule(seed: int, kinds: Iterable[str] = ("kill", "lose", "leave", "kill")
     dice.shuffle(order)
     for what in order:
         faults.append(_happen(hosts, now, what, dice.choice(sorted(hosts))))
-        now += dice.uniform(*GAP)
+        now += dice.uniform(*gap)
         if what != "kill":
             faults.append(_happen(hosts, now, "join"))
-            now += dice.uniform(*GAP)
+            now += dice.uniform(*gap)
     return faults
 
 

@@ -35,7 +35,7 @@ class Contender:
     """One way to train the task."""
 
     name: str
-    script: str
+    scripts: tuple[str, ...]
     packages: tuple[str, ...]
     """Those whose versions are printed."""
     authority: Authority
@@ -45,8 +45,9 @@ class Contender:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def path(self) -> Path:
-        return SCRIPTS / self.script
+    def text(self) -> str:
+        """Its scripts, one behind the other."""
+        return "\n".join((SCRIPTS / script).read_text() for script in self.scripts)
 
     def versions(self) -> dict[str, str]:
         return {name: importlib.metadata.version(name) for name in self.packages}
@@ -129,10 +130,13 @@ def _lighthouse(folder: Path, environment: Mapping[str, str]) -> Iterator[list[s
         yield ["env", f"TORCHFT_LIGHTHOUSE=http://{address}"]
 
 
-def _replica_group(number: int, memory: Path, options: list[str]) -> list[str]:
-    command = [*options, sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "1", "--max-restarts", "100"]
-    return [*command, str(SCRIPTS / "torchft_loop.py")]
+def _replica_group(script: str) -> Callable[[int, Path, list[str]], list[str]]:
+    def host(number: int, memory: Path, options: list[str]) -> list[str]:
+        command = [*options, sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "1", "--max-restarts", "100"]
+        return [*command, str(SCRIPTS / script)]
+
+    return host
 
 
 @contextmanager
@@ -188,7 +192,7 @@ CONTENDERS: dict[str, Contender] = {
     for contender in (
         Contender(
             name="resilin live",
-            script="resilin_loop.py",
+            scripts=("resilin_loop.py",),
             packages=("torch",),
             authority=_etcd,
             host=_resilin("--live"),
@@ -196,7 +200,7 @@ CONTENDERS: dict[str, Contender] = {
         ),
         Contender(
             name="resilin restart",
-            script="resilin_loop.py",
+            scripts=("resilin_loop.py",),
             packages=("torch",),
             authority=_store,
             host=_resilin(),
@@ -204,14 +208,21 @@ CONTENDERS: dict[str, Contender] = {
         ),
         Contender(
             name="torchft",
-            script="torchft_loop.py",
+            scripts=("torchft_loop.py",),
             packages=("torchft", "torchdata", "torch"),
             authority=_lighthouse,
-            host=_replica_group,
+            host=_replica_group("torchft_loop.py"),
+        ),
+        Contender(
+            name="torchft, patched",
+            scripts=("torchft_loop.py", "torchft_patched.py"),
+            packages=("torchft", "torchdata", "torch"),
+            authority=_lighthouse,
+            host=_replica_group("torchft_patched.py"),
         ),
         Contender(
             name="torchrun",
-            script="torchrun_loop.py",
+            scripts=("torchrun_loop.py",),
             packages=("torch",),
             authority=_store,
             host=_torchrun("torchrun_loop.py"),
@@ -219,7 +230,7 @@ CONTENDERS: dict[str, Contender] = {
         ),
         Contender(
             name="Lightning",
-            script="lightning_loop.py",
+            scripts=("lightning_loop.py",),
             packages=("lightning", "torch"),
             authority=_store,
             host=_torchrun("lightning_loop.py"),
@@ -227,7 +238,7 @@ CONTENDERS: dict[str, Contender] = {
         ),
         Contender(
             name="HF Trainer",
-            script="transformers_loop.py",
+            scripts=("transformers_loop.py",),
             packages=("transformers", "accelerate", "torch"),
             authority=_store,
             host=_torchrun("transformers_loop.py"),
@@ -235,7 +246,7 @@ CONTENDERS: dict[str, Contender] = {
         ),
         Contender(
             name="Ray Train",
-            script="ray_loop.py",
+            scripts=("ray_loop.py",),
             packages=("ray", "torch"),
             authority=_ray,
             host=_ray_node,
