@@ -17,6 +17,7 @@ from resilin.training.ballot import Ballot
 from resilin.training.data.iteration import Iterations
 from resilin.training.gates.factors import applied
 from resilin.training.gates.optimizer import Gate, ModuleGate
+from resilin.training.gates.others import OtherOptimizers
 from resilin.training.gates.patch import Removable
 from resilin.training.gates.scaler import ScalerGate
 from resilin.training.gates.scheduler import ClockedScheduler, SchedulerGate
@@ -113,11 +114,20 @@ class TrainedModel:
         module: nn.Module,
         scheduler: ClockedScheduler | None,
         scaler: torch.amp.GradScaler | None,
+        keeps: Callable[[Optimizer], bool],
     ) -> None:
-        """Make the module, the scheduler of a clock and the scaler wait, as the optimizer does."""
+        """Make the module, the scheduler of a clock and the scaler wait, as the optimizer does.
+
+        Args:
+            module: The module that is trained.
+            scheduler: The scheduler that a clock steps, if there is one.
+            scaler: The GradScaler, if there is one.
+            keeps: Whether the job keeps the state of another optimizer.
+        """
         self.scheduler = scheduler
         self._gate.schedulers.hand_to(scheduler)
         self.add_gate(ModuleGate(module, self))
+        self.add_gate(OtherOptimizers(self._gate, module.parameters(), keeps, self._in_training))
         if scaler is not None:
             self._scaler = ScalerGate(scaler, self.optimizer, self)
             self.add_gate(self._scaler)
@@ -158,6 +168,10 @@ class TrainedModel:
         """The number of that micro-batch; None outside a resilin loader."""
         micro = self._iterations.micro_batch
         return (None if micro is None else micro.number,)
+
+    def _in_training(self) -> bool:
+        micro = self._iterations.micro_batch
+        return micro is not None and micro.training
 
     def step_waits(self) -> bool:
         """Asked by the gates: whether the optimizer must not step now."""

@@ -163,7 +163,7 @@ class AdaptiveDataParallel(nn.Module):
             iterations=job.iterations,
             ends=Ends(lambda own: make_step(job, own), lambda outcome: commit_step(job, outcome)),
         )
-        self._trained.gate(model, clocked, scaler)
+        self._trained.gate(model, clocked, scaler, self._keeps)
         job.trained = self._trained
         keep_from_tracing("resilin")
         job.voters.append(self._check)
@@ -187,6 +187,11 @@ class AdaptiveDataParallel(nn.Module):
         for name in self._registered:
             self.job.registry.add(name, parts[name])
         self._trained.schedulers.keep_in(self.job.registry, handed_over=handed_over)
+
+    def _keeps(self, optimizer: Optimizer) -> bool:
+        """Whether the job keeps the state of another optimizer, or keeps none at all."""
+        recovery = self.job.recovery
+        return recovery is None or not recovery.active or self.job.registry.has(optimizer)
 
     def release(self) -> None:
         """Gives optimizer, scheduler and scaler their own methods back. The model stays usable."""
