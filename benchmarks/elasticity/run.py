@@ -15,6 +15,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -222,6 +223,8 @@ def main() -> None:
             out.write_text(json.dumps({**told, "runs": results}, indent=1) + "\n")
         return told
 
+    # One that is told to end takes its hosts with it.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     folder = Path(tempfile.mkdtemp(prefix="elasticity-"))
     try:
         bench = Bench(folder, quick=args.quick)

@@ -140,6 +140,12 @@ class Ledger:
         self._left = len(self._net.seen)
 
 
+def await_hosts() -> None:
+    """Waits until all hosts of the start are there: some contenders would begin without them."""
+    while len(list((FOLDER / "ledgers").iterdir())) < NUM_HOSTS:
+        time.sleep(0.05)
+
+
 def finish(net: nn.Module) -> None:
     """Keeps the final parameters; called by rank 0."""
     torch.save(net.state_dict(), FOLDER / "final.tmp")

@@ -70,6 +70,7 @@ if position.exists():
     epoch = state["epoch"]
     loader.load_state_dict(state["loader"])
 total = task.EPOCHS * len(loader)
+task.await_hosts()
 while manager.current_step() < total:
     sampler.set_epoch(epoch)
     for batch in loader:

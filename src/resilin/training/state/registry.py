@@ -149,6 +149,20 @@ class Registry:
         """Whether this object is registered."""
         return any(present is thing for present in self._shared.values())
 
+    def exchange(self, name: str, thing: Stateful) -> Stateful:
+        """Replace a registered object for a time, without loading state into the new one.
+
+        Args:
+            name: Its name.
+            thing: Has the state of that name from now on.
+
+        Returns:
+            The object that had the name.
+        """
+        present = self._shared[name]
+        self._shared[name] = thing
+        return present
+
     def remove(self, name: str) -> None:
         """Forget a name, and the state that was restored for it."""
         self._shared.pop(name, None)
