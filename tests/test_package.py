@@ -18,6 +18,7 @@ def python(code: str) -> str:
 def test_the_public_names_are_frozen():
     # A new name is a promise: add it here, in the docs and in the changelog.
     assert resilin.__all__ == [
+        "EMA",
         "Accumulator",
         "AdaptiveDataLoader",
         "AdaptiveDataParallel",

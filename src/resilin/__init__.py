@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from resilin.training.parallel import AdaptiveDataParallel
     from resilin.training.script.accumulator import Accumulator
     from resilin.training.script.checkpoints import checkpoint_to, register, resume, stop_when
+    from resilin.training.script.ema import EMA
     from resilin.training.script.epochs import remaining_epochs_until
     from resilin.training.script.events import events_to, listen, record
     from resilin.training.script.plan import check_split, hints, plan
     from resilin.training.script.progress_bar import progress_bar
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Accumulator": "resilin.training.script.accumulator",
@@ -39,6 +40,7 @@ _HOMES = {
     "BatchSchedule": "resilin.core.batch_schedule",
     "BatchTrace": "resilin.core.trace",
     "CapacityTrace": "resilin.core.trace",
+    "EMA": "resilin.training.script.ema",
     "NoiseRamp": "resilin.core.ramp",
     "PowerRule": "resilin.core.rules",
     "Schedule": "resilin.core.clock",
@@ -63,6 +65,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "EMA",
     "Accumulator",
     "AdaptiveDataLoader",
     "AdaptiveDataParallel",

@@ -200,7 +200,7 @@ def make_step(job: Job, own: Callable[[], Any]) -> Any:
 def commit_step(job: Job, outcome: StepOutcome) -> None:
     """Ends a step with this outcome: the one place where clock, cursor and scheduler move.
 
-    - committed: clock, report, votes, cursor and scheduler move, in this order;
+    - committed: clock, averages, report, votes, cursor and scheduler move, in this order;
     - skipped: votes count, and the cursor moves when the loader is asked for the next step;
     - failed: nothing moves, and the loader issues the step again. Buffers and random generators
       keep what the failed attempt did to them. A loader that is not one of resilin's cannot issue
@@ -226,8 +226,9 @@ def commit_step(job: Job, outcome: StepOutcome) -> None:
         model.end_step()
         return
     before = model.read_schedule()
-    plan = job.iterations.plan
-    timeline.clock, timeline.last_step = model.advance(timeline.clock, plan)
+    plan, clock = job.iterations.plan, timeline.clock
+    timeline.clock, timeline.last_step = model.advance(clock, plan)
+    model.made_step(clock, timeline.clock)
     timeline.committed_in = job.engine.membership.generation
     job.engine.committed()
     if job.measured is not None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from resilin.core.clock import Clock
+from resilin.core.clock import Clock, Reference
 from resilin.core.plan import BatchPlan
 from resilin.core.rules import ScalingRule
 from resilin.training.ballot import Ballot
 from resilin.training.data.iteration import Iterations
 from resilin.training.gates.factors import applied
 from resilin.training.gates.optimizer import Gate, ModuleGate
+from resilin.training.gates.others import OtherOptimizers
 from resilin.training.gates.patch import Removable
 from resilin.training.gates.scaler import ScalerGate
 from resilin.training.gates.scheduler import ClockedScheduler, SchedulerGate
@@ -34,6 +35,25 @@ class Ends(NamedTuple):
     """Makes a step whose gradient is complete, with the optimizer's own method."""
     commit_step: Callable[[StepOutcome], None]
     """Ends a step with this outcome."""
+
+
+class Average(Protocol):
+    """An average of the weights that follows the steps of a model."""
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the model has the averaged weights now, in place of its own."""
+        ...
+
+    def follow(self, before: Clock, after: Clock, reference: Reference) -> None:
+        """Take in the weights after a step.
+
+        Args:
+            before: The clock before the step.
+            after: The clock after it.
+            reference: The reference run, in whose steps clocks are read.
+        """
+        ...
 
 
 class TrainedModel:
@@ -71,10 +91,13 @@ class TrainedModel:
         self.flow = flow
         self.scheduler: ClockedScheduler | None = None
         """The scheduler that a clock steps, if there is one."""
+        self.averages: list[Average] = []
+        """Averages of the weights, which follow each step that is made."""
         self._ballot = ballot
         self._iterations = iterations
         self._ends = ends
         self._failed = False
+        self._made_in: tuple[int | None] | None = None
         self._gate = Gate(optimizer, self)
         self._gates: list[Removable] = [self._gate]
         self._scaler: ScalerGate | None = None
@@ -91,11 +114,20 @@ class TrainedModel:
         module: nn.Module,
         scheduler: ClockedScheduler | None,
         scaler: torch.amp.GradScaler | None,
+        keeps: Callable[[Optimizer], bool],
     ) -> None:
-        """Make the module, the scheduler of a clock and the scaler wait, as the optimizer does."""
+        """Make the module, the scheduler of a clock and the scaler wait, as the optimizer does.
+
+        Args:
+            module: The module that is trained.
+            scheduler: The scheduler that a clock steps, if there is one.
+            scaler: The GradScaler, if there is one.
+            keeps: Whether the job keeps the state of another optimizer.
+        """
         self.scheduler = scheduler
         self._gate.schedulers.hand_to(scheduler)
         self.add_gate(ModuleGate(module, self))
+        self.add_gate(OtherOptimizers(self._gate, module.parameters(), keeps, self._in_training))
         if scaler is not None:
             self._scaler = ScalerGate(scaler, self.optimizer, self)
             self.add_gate(self._scaler)
@@ -126,6 +158,20 @@ class TrainedModel:
     def rule(self) -> ScalingRule:
         """The scaling rule."""
         return self.scaling.rule
+
+    @property
+    def stepped(self) -> bool:
+        """Whether a step was made with the micro-batch that the loop works on."""
+        return self._made_in == self._at()
+
+    def _at(self) -> tuple[int | None]:
+        """The number of that micro-batch; None outside a resilin loader."""
+        micro = self._iterations.micro_batch
+        return (None if micro is None else micro.number,)
+
+    def _in_training(self) -> bool:
+        micro = self._iterations.micro_batch
+        return micro is not None and micro.training
 
     def step_waits(self) -> bool:
         """Asked by the gates: whether the optimizer must not step now."""
@@ -162,6 +208,24 @@ class TrainedModel:
 
     # A step --------------------------------------------------------------------------------
 
+    def begin_forward(self) -> None:
+        """A forward pass of training begins."""
+        self._made_in = None
+        self._require_own_weights()
+
+    @property
+    def has_averaged_weights(self) -> bool:
+        """Whether the weights of the model are those of an average now."""
+        return any(average.is_applied for average in self.averages)
+
+    def _require_own_weights(self) -> None:
+        if self.has_averaged_weights:
+            raise RuntimeError(
+                "the model trains while it has averaged weights: what it learns now would be lost "
+                "when its own weights come back. Train outside of `with ema.applied():`, and call "
+                "model.eval() or use torch.no_grad() within it"
+            )
+
     def begin_step(self) -> None:
         """A step begins with its first forward pass."""
         self._failed = False
@@ -182,6 +246,7 @@ class TrainedModel:
 
     def make_step(self, own: Callable[[], Any]) -> Any:
         """Asked by the gate: makes the step, with the optimizer's own method."""
+        self._require_own_weights()
         return self._ends.make_step(own)
 
     def step_optimizer(self, own: Callable[[], Any]) -> Any:
@@ -218,6 +283,19 @@ class TrainedModel:
             sample_steps=None if micro is None else micro.sample_steps * (samples / micro.samples),
         )
         return after, StepSizes(samples, 1 if plan is None else plan.steps)
+
+    def made_step(self, before: Clock, after: Clock) -> None:
+        """Notes that a step was made, and has the averages of the weights follow it.
+
+        Args:
+            before: The clock before it.
+            after: The clock after it.
+        """
+        self._made_in = self._at()
+        if self.averages:
+            reference = self.scaling.reference.of_clock()
+            for average in self.averages:
+                average.follow(before, after, reference)
 
     def read_schedule(self) -> float:
         """Reading of the clock that steps the scheduler, in reference steps; 0 without one."""

@@ -36,13 +36,14 @@ from resilin.training.gradient.records import Part, StepStart
 from resilin.training.gradient.step import StepGradient
 from resilin.training.job import current_job
 from resilin.training.lifecycle import begin_step, commit_step, make_step, show_forward
-from resilin.training.model import Ends, TrainedModel
+from resilin.training.model import Average, Ends, TrainedModel
 from resilin.training.scaling.choice import choose_rule
 from resilin.training.scaling.estimates import MeasureSchedule, NoiseEstimates
 from resilin.training.scaling.factors import StepScaling
 from resilin.training.scaling.reference import ReferenceBatch
 from resilin.training.state.divergence import CrossCheck, DivergenceCheck, decided_by
 from resilin.training.state.freezing import Frozen
+from resilin.training.state.registry import Stateful
 
 ScheduleBy = Literal["user", "rule", "samples", "tokens", "progress"]
 """Stepping of the scheduler: by the user's loop, or a clock (`rule`: the clock of the rule)."""
@@ -162,7 +163,7 @@ class AdaptiveDataParallel(nn.Module):
             iterations=job.iterations,
             ends=Ends(lambda own: make_step(job, own), lambda outcome: commit_step(job, outcome)),
         )
-        self._trained.gate(model, clocked, scaler)
+        self._trained.gate(model, clocked, scaler, self._keeps)
         job.trained = self._trained
         keep_from_tracing("resilin")
         job.voters.append(self._check)
@@ -187,6 +188,11 @@ class AdaptiveDataParallel(nn.Module):
             self.job.registry.add(name, parts[name])
         self._trained.schedulers.keep_in(self.job.registry, handed_over=handed_over)
 
+    def _keeps(self, optimizer: Optimizer) -> bool:
+        """Whether the job keeps the state of another optimizer, or keeps none at all."""
+        recovery = self.job.recovery
+        return recovery is None or not recovery.active or self.job.registry.has(optimizer)
+
     def release(self) -> None:
         """Gives optimizer, scheduler and scaler their own methods back. The model stays usable."""
         for name in self._registered:
@@ -200,6 +206,23 @@ class AdaptiveDataParallel(nn.Module):
     def add_gate(self, gate: Removable) -> None:
         """Removes this gate, too, in `release()`: for integrations that replace methods."""
         self._trained.add_gate(gate)
+
+    def add_average(self, name: str, state: Stateful, average: Average) -> None:
+        """Have an average of the weights follow each step until `release()`; `resilin.EMA` does.
+
+        Args:
+            name: Its name in the state of the job.
+            state: What has that state.
+            average: The average.
+        """
+        self.job.registry.add(name, state)
+        self._registered.append(name)
+        self._trained.averages.append(average)
+
+    @property
+    def has_averaged_weights(self) -> bool:
+        """Whether it has the weights of an average now, within `with ema.applied():`."""
+        return self._trained.has_averaged_weights
 
     # What it knows -------------------------------------------------------------------------
 
@@ -253,6 +276,17 @@ class AdaptiveDataParallel(nn.Module):
         return self.job.clock
 
     @property
+    def stepped(self) -> bool:
+        """Whether `optimizer.step()` has made a step with the micro-batch that the loop works on.
+
+        It is True once per optimizer step: after `optimizer.step()`, until the loader gives the
+        next micro-batch, or the model begins its next forward pass in training. It is False where
+        that call waited for more micro-batches of the step, where a GradScaler skipped the step,
+        and where the step was lost with a replica and is issued again.
+        """
+        return self._trained.stepped
+
+    @property
     def progress(self) -> float:
         """Reference steps done so far, by accumulated gain."""
         return self.job.clock.progress
@@ -281,6 +315,7 @@ class AdaptiveDataParallel(nn.Module):
         show_forward(self.job, self._trained)
         if not self._trained.trains:
             return self.module(*args, **kwargs)
+        self._trained.begin_forward()
         self._flow.begin(args, kwargs)
         with self.job.iterations.measured_forward():
             return self._gradient.forward(*args, **kwargs)

@@ -246,12 +246,15 @@ def test_hints_that_are_wrong_or_old_leave_the_last_good_ones(served):
         client.hint("one", hints(job="two"))
     with pytest.raises(Refused, match="must not be after the present"):
         client.hint("one", hints(when=now + 1e6))
-    for old in (hints(generation=2), hints(generation=3, when=now - 1)):
+    for old in (hints(generation=2, when=now), hints(generation=3, when=now - 1)):
         with pytest.raises(Refused, match="must be at least") as refused:
             client.hint("one", old)
         assert refused.value.status == 409
     assert controller.state.jobs["one"].hints == good
     client.hint("one", hints(generation=3, when=now + 1))
+    # It has lost all its state and begun anew.
+    client.hint("one", hints(generation=0, when=now + 2))
+    assert controller.state.jobs["one"].hints["job"]["generation"] == 0
     with pytest.raises(Refused, match="there is no job two"):
         client.hint("two", hints(job="two"))
 

@@ -174,6 +174,7 @@ def main() -> None:
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if "scaler" in FEATURES else None
     model = resilin.AdaptiveDataParallel(net, optimizer, scheduler, scaler=scaler)
+    ema = resilin.EMA(model, 0.9) if "ema" in FEATURES else None
     as_data = Shards if "stream" in FEATURES else lambda dataset: dataset
     loader = resilin.AdaptiveDataLoader(
         as_data(TensorDataset(x, y, torch.arange(N))),
@@ -228,7 +229,7 @@ def main() -> None:
         die("in_clear", epoch=epoch)
         counted.clear()
         net.eval()
-        with torch.no_grad():
+        with torch.no_grad(), ema.applied() if ema else contextlib.nullcontext():
             evaluated = resilin.Accumulator()
             for inputs, _, indices in held:
                 model(inputs, indices)
@@ -250,6 +251,7 @@ def main() -> None:
         "buffers": buffers,
         "scale": None if scaler is None else scaler.get_scale(),
         "seen": sorted({round(-BATCH * v, 9) for v in whole(net.seen)}),
+        "averages": [] if ema is None else whole(ema.state_dict()["averages"]["net.0.weight"]),
         "parameters": [v for p in net.net.parameters() for v in whole(p)],
     }
     mark("end " + json.dumps(report))

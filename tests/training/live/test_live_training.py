@@ -117,6 +117,24 @@ def test_a_killed_member_costs_nothing(tmp_path, undisturbed, fault):
         assert all(total == 240 or (lacks and 232 <= total < 240) for total in expected)
 
 
+def test_an_average_of_the_weights_is_what_it_would_have_been(tmp_path, undisturbed):
+    faults = [
+        # Within an evaluation: the model has the averaged weights when copies of it are made.
+        {"member": 1, "at": "evaluation", "epoch": 0},
+        {"member": 2, "at": "ballot", "step": 13},
+        {"member": 0, "at": "backward", "step": 23},
+    ]
+    features = {"ema", "copies"}
+    found, _ = run(tmp_path, {"faults": faults, "features": sorted(features)})
+    assert died(tmp_path) == ["evaluation 1", "ballot 2", "backward 0"]
+    reference = undisturbed(features)
+    assert_as_undisturbed(found, reference)
+    for each in found:
+        assert each["averages"] == found[0]["averages"]
+        assert each["averages"] == pytest.approx(reference["averages"], rel=1e-10)
+        assert each["averages"] != pytest.approx(each["parameters"][: 16 * 8], rel=1e-3)
+
+
 @pytest.mark.parametrize("place", ["in_question", "in_clear"])
 def test_a_member_that_dies_among_those_who_add_up(tmp_path, undisturbed, place):
     found, _ = run(tmp_path, {"faults": [{"member": 1, "at": place, "epoch": 1}]})

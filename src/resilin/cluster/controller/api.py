@@ -260,11 +260,17 @@ def _check_later(job: Job, hints: JobHints) -> None:
     if job.hints is None or job.hinted is None or job.hinted < job.lived:
         return
     known = JobHints.from_json(job.hints)
-    if hints.generation < known.generation:
+    later = 0.0
+    if hints.time is not None and known.time is not None:
+        later = hints.time - known.time
+    # A job that has lost all its state within one life begins with generation 0 again: a later time
+    # says so.
+    if hints.generation < known.generation and later <= 0:
         raise Conflict(
-            f"job.generation ({hints.generation}) must be at least {known.generation}, the last one"
+            f"job.generation ({hints.generation}) must be at least {known.generation}, the last "
+            f"one, unless job.time ({hints.time}) is later than {known.time}"
         )
-    if hints.time is not None and known.time is not None and hints.time < known.time:
+    if later < 0:
         raise Conflict(f"job.time ({hints.time}) must be at least {known.time}, the last one")
 
 

@@ -73,6 +73,8 @@ class Gate:
                 "likes; a step whose batch is accumulated cannot be repeated like that"
             )
         self.optimizer = optimizer
+        self.steps = False
+        """Whether the optimizer's own `step` runs right now."""
         self._owner = owner
         # Both may hang on the instance already: schedulers put a wrapper there.
         self._step, self._zero_grad = optimizer.step, optimizer.zero_grad
@@ -110,8 +112,15 @@ class Gate:
                 loss = closure()
         if self._owner.step_waits():
             return loss
-        result = self._owner.make_step(functools.partial(self._step, **kwargs))
+        result = self._owner.make_step(functools.partial(self._step_itself, **kwargs))
         return result if closure is None else loss
+
+    def _step_itself(self, **kwargs: Any) -> Any:
+        self.steps = True
+        try:
+            return self._step(**kwargs)
+        finally:
+            self.steps = False
 
     def _make_zero_grad(self) -> Any:
         gate = self

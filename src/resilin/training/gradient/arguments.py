@@ -18,6 +18,7 @@ from resilin.compat.torch_names import (
     splits_graph_by_buckets,
 )
 from resilin.engine.base import Engine
+from resilin.training.gates.others import SECOND_MODEL
 from resilin.training.gradient.copies import check_live
 from resilin.training.gradient.sharding import Sharding, find_sharding
 
@@ -40,10 +41,7 @@ def check_model(model: nn.Module, ddp_kwargs: dict[str, Any], *, taken: bool) ->
             "DistributedDataParallel takes it"
         )
     if taken:
-        raise ValueError(
-            "the job has an AdaptiveDataParallel already, and one is all it can train: call "
-            "release() on it, or resilin.reset_job() to begin another job"
-        )
+        raise ValueError(SECOND_MODEL)
     if ddp_kwargs.get("static_graph"):
         raise ValueError(
             "static_graph (True) must be False: DDP then expects each backward pass to be like the "

@@ -30,6 +30,8 @@ resilin 0.1.0 passes over unknown names that begin like this one.
 """
 _LATE = (SUMS, OWN, CURSORS)
 """Prefixes of parts that may be registered late: a loader is when it trains."""
+_SINCE_0_2 = frozenset({"frozen"})
+"""Parts that resilin 0.1 did not save, and that were at their first value in all of its jobs."""
 MODEL = "model"
 """The name of the model, whose state is compared before it is loaded."""
 
@@ -146,6 +148,20 @@ class Registry:
     def has(self, thing: object) -> bool:
         """Whether this object is registered."""
         return any(present is thing for present in self._shared.values())
+
+    def exchange(self, name: str, thing: Stateful) -> Stateful:
+        """Replace a registered object for a time, without loading state into the new one.
+
+        Args:
+            name: Its name.
+            thing: Has the state of that name from now on.
+
+        Returns:
+            The object that had the name.
+        """
+        present = self._shared[name]
+        self._shared[name] = thing
+        return present
 
     def remove(self, name: str) -> None:
         """Forget a name, and the state that was restored for it."""
@@ -307,7 +323,7 @@ class Registry:
             if name in self._unclaimed:
                 aged = name not in self._ageless
                 self._claim(name, thing, now=snapshot.version.step if aged else None)
-            elif name not in without and name in self._shared:
+            elif name not in {*without, *_SINCE_0_2} and name in self._shared:
                 warnings.warn(
                     f"{name!r} is not in the state that the job resumes ({snapshot.version}): "
                     "it starts from scratch",

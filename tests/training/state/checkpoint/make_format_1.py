@@ -1,7 +1,6 @@
 """Makes `format_1/`: a checkpoint of format 1, and how that run ends undisturbed.
 
-Run once, in two processes, with a resilin in front of the path that writes that format (0.1.0, or
-0.2.0.dev0 of before format 2):
+Run once, in two processes, with resilin 0.1.0 in front of the path:
 
     PYTHONPATH=/path/to/its/src:. torchrun --nproc-per-node 2 \\
         tests/training/state/checkpoint/make_format_1.py tests/training/state/checkpoint/format_1

@@ -1,4 +1,4 @@
-"""A checkpoint of format 1, from before tensors had placements: `make_format_1.py` made it."""
+"""A checkpoint of format 1, as resilin 0.1.0 wrote it: `make_format_1.py` made it."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ EXPECTED = json.loads((FOLDER / "expected.json").read_text())
 def test_its_tensors_are_read_as_whole_ones():
     (commit,) = Checkpoints(FOLDER).commits()
     written = json.loads((Path(commit.path) / "COMMIT.json").read_bytes())["commit"]
-    assert written["format"] == 1
+    assert (written["format"], written["resilin"]) == (1, "0.1.0")
     assert [len(pieces) for pieces in commit.tensors.values()] == [1] * len(written["tensors"])
     assert all(pieces[0].placement.is_whole for pieces in commit.tensors.values())
     snapshot = Checkpoints(FOLDER).load(commit)

@@ -1,0 +1,91 @@
+"""Draws who keeps training under faults, from what `benchmarks/elasticity/run.py` has measured.
+
+    python benchmarks/elasticity/run.py      # writes docs/figures/elasticity.json
+    python docs/figures/elasticity.py
+
+The figures are kept beside this file: measuring takes most of an hour, and a picture comes out the
+same.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from picture import write
+
+FIGURES = Path(__file__).with_suffix(".json")
+OUT = Path(__file__).parents[1] / "assets" / "elasticity.svg"
+BLUE, ORANGE, GREY, GREEN, INK = "#0072b2", "#e08a3c", "#666666", "#00795a", "#24292f"
+TRACES = {"schedule": ("kills, leaves, joins", BLUE), "spot": ("spot market", ORANGE)}
+COLUMNS = {
+    "redone": "steps\nredone",
+    "repeated": "samples\nrepeated",
+    "missing": "samples\nmissing",
+}
+
+
+def goodput(ax: Axes, rows: dict[str, Any]) -> None:
+    """Two bars for each contender: the median, and from the least to the most."""
+    for place, row in enumerate(rows.values()):
+        for shift, (trace, (_, colour)) in zip((-0.19, 0.19), TRACES.items(), strict=True):
+            if trace not in row:
+                continue
+            middle, least, most = row[trace]["goodput"]
+            ax.barh(place + shift, middle, 0.34, color=colour)
+            ax.plot([least, most], [place + shift] * 2, color=INK, linewidth=1)
+            ax.text(max(middle, most) + 0.015, place + shift, f"{middle:.2f}", va="center")
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.set_ylim(len(rows) - 0.4, -0.6)
+    ax.set_xlim(0, 1)
+    ax.set_xticks([0, 0.5, 1])
+    ax.set_xlabel("goodput (1: no fault)")
+    ax.grid(axis="x", color="#e6e6e6", linewidth=0.6)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+
+
+def counts(ax: Axes, runs: dict[str, Any]) -> None:
+    """What a run has redone, repeated and missed: the median over both traces."""
+    for column, (key, title) in enumerate(COLUMNS.items()):
+        ax.text(column, -0.72, title, ha="center", va="bottom", fontsize=9, color=GREY)
+        for place, traces in enumerate(runs.values()):
+            taken = [run[key] for trace in TRACES for run in traces.get(trace, [])]
+            known = [value for value in taken if value is not None]
+            text = f"{statistics.median(known):.0f}" if known else "?"
+            colour, weight = (GREEN, "bold") if known and not any(known) else (INK, "normal")
+            ax.text(column, place, text, ha="center", va="center", color=colour, weight=weight)
+    ax.set_xlim(-0.5, len(COLUMNS) - 0.5)
+    ax.set_ylim(len(runs) - 0.4, -0.6)
+    ax.axis("off")
+
+
+def draw() -> Figure:
+    """Goodput at the left, what went wrong at the right."""
+    found = json.loads(FIGURES.read_text(encoding="utf-8"))
+    rows = found["contenders"]
+    with mpl.rc_context({"font.size": 10.5}):
+        figure, (left, right) = plt.subplots(
+            1, 2, figsize=(6.4, 0.52 * len(rows) + 1.7), width_ratios=(1.25, 1)
+        )
+        goodput(left, rows)
+        counts(right, {name: found["runs"][name] for name in rows})
+        handles = [
+            mpl.patches.Patch(color=colour, label=label) for label, colour in TRACES.values()
+        ]
+        figure.legend(handles=handles, loc="upper left", ncols=2, frameon=False, fontsize=9.5)
+        figure.tight_layout(rect=(0, 0, 1, 0.94), w_pad=0.5)
+    return figure
+
+
+if __name__ == "__main__":
+    write(draw, __doc__, OUT)

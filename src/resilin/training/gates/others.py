@@ -1,0 +1,84 @@
+"""Optimizers that a job does not know: refused, or warned of, when they step in its loop.
+
+A job has one model and one optimizer: they have its clock, its gradient and its state. A second
+optimizer of the same weights would step in the middle of an accumulation, with a part of the
+gradient, and lose its state in a restart. Nothing else shows that it exists, so each step of any
+optimizer of torch is looked at, until `remove`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from resilin.training.gates.optimizer import Gate
+
+RECIPE = "the recipe 'Two optimizers' (docs/recipes/two-optimizers.md)"
+"""Name of the page that says what to do instead."""
+
+SECOND_MODEL = (
+    "the job has an AdaptiveDataParallel already, and one is all it can train: for players that "
+    "take turns (a GAN, an actor and a critic), put their modules into one nn.Module and their "
+    f"parameters into groups of one optimizer, as {RECIPE} shows. To train another model, call "
+    "release() on the first one, or resilin.reset_job() to begin another job"
+)
+
+
+class OtherOptimizers:
+    """Looks at the steps of all optimizers but one, until `remove`.
+
+    Args:
+        gate: The gate of the optimizer that the job knows. What steps within its step is a part of
+            it, as the base optimizer of a wrapper is.
+        parameters: The parameters of the model.
+        keeps: Whether the job keeps the state of an optimizer, or keeps no state at all.
+        trains: Whether the loop body works on a batch of training now.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        parameters: Iterable[Tensor],
+        keeps: Callable[[Optimizer], bool],
+        trains: Callable[[], bool],
+    ) -> None:
+        self._gate = gate
+        self._parameters = set(parameters)
+        self._keeps = keeps
+        self._trains = trains
+        self._known: WeakSet[Optimizer] = WeakSet()
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is self._gate.optimizer or self._gate.steps or optimizer in self._known:
+            return
+        kind = type(optimizer).__name__
+        for group in optimizer.param_groups:
+            if not self._parameters.isdisjoint(group["params"]):
+                raise RuntimeError(
+                    f"another optimizer ({kind}) steps parameters of the model that is trained "
+                    f"with the {type(self._gate.optimizer).__name__} of the AdaptiveDataParallel: "
+                    "it would not wait for a gradient that is accumulated, and its state would not "
+                    f"be kept. Make one optimizer with a group for each part: {RECIPE}"
+                )
+        if not self._trains():
+            return
+        self._known.add(optimizer)
+        if not self._keeps(optimizer):
+            warnings.warn(
+                f"another optimizer ({kind}) steps in the loop that trains, and the job does not "
+                "keep its state: it begins anew when the job resumes, and it steps with each "
+                "micro-batch. Register it and what it trains with resilin.register(), and step it "
+                f"under `if model.stepped:`, or follow {RECIPE}",
+                stacklevel=4,
+            )
+
+    def remove(self) -> None:
+        """Stop looking."""
+        self._handle.remove()

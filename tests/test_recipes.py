@@ -1,0 +1,89 @@
+"""Examples that recipes are made of: what a kill and another number of replicas leave of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.func import functional_call
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+pytestmark = pytest.mark.usefixtures("fresh_job")
+
+
+def launch(example, result, *options, call, rank=1, **env):
+    """Runs an example with two workers, one of which is killed."""
+    command = [sys.executable, "-m", "resilin.cli", "run", "--nproc", "2", "--run-dir", "off"]
+    command += [*options, str(ROOT / "tests/killed.py"), str(EXAMPLES / example), str(result)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH, **env}
+    done = subprocess.run(
+        [*command, "--rank", str(rank), "--call", str(call)],
+        env=environ,
+        cwd=result.parent,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert result.with_suffix(".killed").exists()
+    return [torch.tensor(each, dtype=torch.float64) for each in json.loads(result.read_text())]
+
+
+def relative_distance(found, expected):
+    flat = [torch.cat([each.detach().flatten() for each in some]) for some in (found, expected)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["restart", "live"])
+@pytest.mark.parametrize("example", ["gan.py", "actor_critic.py"])
+def test_players_that_take_turns_end_as_if_nobody_was_killed(tmp_path, example, live):
+    expected = list(runpy.run_path(str(EXAMPLES / example))["main"]().parameters())
+    # Each of two workers has two micro-batches in a step: it is killed between them.
+    found = launch(example, tmp_path / "found", *["--live"] * live, call=84)
+    assert (tmp_path / "found.killed").read_text() == "41"
+    assert relative_distance(found, expected) < 1e-12
+
+
+def test_two_groups_of_one_optimizer_are_two_optimizers_that_take_turns():
+    import resilin
+
+    gan = runpy.run_path(str(EXAMPLES / "gan.py"))
+    ours = list(gan["main"]().parameters())
+    resilin.reset_job()
+    torch.manual_seed(0)
+    players = gan["Players"]().double()
+    adam = {"betas": (0.5, 0.999)}
+    generator = torch.optim.Adam(players.generator.parameters(), lr=0.002, **adam)
+    discriminator = torch.optim.Adam(players.discriminator.parameters(), lr=0.004, **adam)
+    loader = resilin.AdaptiveDataLoader(gan["Ring"](), batch_size=100, shuffle=True)
+    steps = 0
+    for _ in resilin.remaining_epochs_until(10):
+        for real, noise in loader:
+            turn = "generator" if steps % 4 == 3 else "discriminator"
+            players.zero_grad()
+            gan["loss_of"](players(real, noise, turn), turn).backward()
+            (generator if turn == "generator" else discriminator).step()
+            steps += 1
+    assert relative_distance(ours, list(players.parameters())) < 1e-12
+
+
+def test_the_fixed_player_passes_its_gradient_on_and_has_none():
+    gan = runpy.run_path(str(EXAMPLES / "gan.py"))
+    players = gan["Players"]().double()
+    noise = torch.randn(5, gan["LATENT"], dtype=torch.float64)
+    gan["loss_of"](players(None, noise, "generator"), "generator").backward()
+    assert all(p.grad is None for p in players.discriminator.parameters())
+    mine = [p.grad.clone() for p in players.generator.parameters()]
+    players.zero_grad()
+    through = functional_call(players.discriminator, {}, (players.generator(noise),))
+    gan["loss_of"](through, "generator").backward()
+    for one, other in zip(mine, players.generator.parameters(), strict=True):
+        assert torch.allclose(one, other.grad)
