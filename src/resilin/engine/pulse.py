@@ -29,6 +29,7 @@ from resilin.compat.python_names import frame_of_main_thread
 from resilin.core.hang import Phase
 from resilin.core.text import clean
 from resilin.engine import environment
+from resilin.engine.lost import lost_connection
 
 logger = logging.getLogger("resilin")
 
@@ -181,6 +182,8 @@ class FilePulse(Pulse):
                 with contextlib.suppress(OSError):
                     text = clean(f"{kind.__name__}: {error}", _LONGEST_ERROR)
                     path.write_text(text, errors="replace")
+                    if lost_connection(error) is not None:
+                        _lost_path(path).touch()
             usual(kind, error, traceback)
 
         sys.excepthook = hook
@@ -302,3 +305,12 @@ def stacks_path(directory: Path, local_rank: int) -> Path:
 def error_path(directory: Path, local_rank: int) -> Path:
     """File in which a worker writes the error that it fails with."""
     return directory / f"error-{local_rank}"
+
+
+def lost_a_peer(directory: Path, local_rank: int) -> bool:
+    """Whether a worker failed because its connection to another one broke: the cause is there."""
+    return _lost_path(error_path(directory, local_rank)).exists()
+
+
+def _lost_path(error: Path) -> Path:
+    return error.with_name(error.name.replace("error", "lost"))
