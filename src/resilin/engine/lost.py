@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Callable
 from types import TracebackType
 
 from resilin.engine import environment
@@ -40,13 +41,18 @@ def lost_connection(error: BaseException) -> str | None:
     return None if found is None else found.group(1)
 
 
-def shorten_traceback(replica: int) -> None:
+def shorten_traceback(
+    replica: int, tell: Callable[[BaseException], bool] = lambda error: False
+) -> None:
     """Make this process end without a traceback when it loses a peer.
 
-    It logs one line, unless its agent reports the cause (`RESILIN_PULSE_DIR`). Only if the launcher
-    has set a log level other than DEBUG: `RESILIN_LOG=DEBUG` keeps tracebacks. Call it after the
-    initialisation of the process group, which installs a hook of its own; calling it twice does no
-    harm.
+    It logs one line, unless its agent reports the cause. Only if the launcher has set a log level
+    other than DEBUG: `RESILIN_LOG=DEBUG` keeps tracebacks. Call it after the initialisation of the
+    process group, which installs a hook of its own; calling it twice does no harm.
+
+    Args:
+        replica: Number of this replica.
+        tell: Records the error for the agent, and returns whether there is one that reports it.
     """
     if os.environ.get(environment.LOG, "DEBUG").upper() == "DEBUG":
         return
@@ -58,7 +64,7 @@ def shorten_traceback(replica: int) -> None:
         message = lost_connection(error)
         if message is None:
             usual(kind, error, traceback)
-        elif environment.PULSE_DIR not in os.environ:
+        elif not tell(error):
             logger.warning("replica %d lost its connection to a peer (%s)", replica, message)
 
     sys.excepthook = hook
