@@ -10,6 +10,7 @@ killed.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import secrets
 import socket
 import subprocess
@@ -48,6 +49,10 @@ class Contender:
     def text(self) -> str:
         """Its scripts, one behind the other."""
         return "\n".join((SCRIPTS / script).read_text() for script in self.scripts)
+
+    def lacking(self) -> list[str]:
+        """Packages that are not installed."""
+        return [name for name in self.packages if importlib.util.find_spec(name) is None]
 
     def versions(self) -> dict[str, str]:
         return {name: importlib.metadata.version(name) for name in self.packages}
