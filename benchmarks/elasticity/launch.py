@@ -23,6 +23,7 @@ from pathlib import Path
 
 from processes import TOKEN, kill_all
 
+import resilin
 from resilin.cli.etcd_server import Etcd, Settings
 from resilin.cli.options import RENDEZVOUS
 from resilin.cli.run import OWN_STORE
@@ -55,7 +56,10 @@ class Contender:
         return [name for name in self.packages if importlib.util.find_spec(name) is None]
 
     def versions(self) -> dict[str, str]:
-        return {name: importlib.metadata.version(name) for name in self.packages}
+        versions = {name: importlib.metadata.version(name) for name in self.packages}
+        if self.name.startswith("resilin"):
+            versions["resilin"] = resilin.__version__  # from the source tree, too
+        return versions
 
 
 def _free_port() -> int:
