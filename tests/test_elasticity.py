@@ -84,8 +84,13 @@ def test_seconds_to_the_next_step_leave_out_steps_that_are_redone() -> None:
         for line in one_step(time, life, step, [[0]])
     ]
     assert figures.waits(lines, [2.5, 7.5], 8.01) == pytest.approx([5.0, 1.0])
+    # The wait for the second fault is not one of the first.
+    lines += one_step(18, "c", 5, [[0]])
+    assert figures.waits(lines, [7.5, 8.2], 18.01) == pytest.approx([1.0, 10.0])
+    # One wait may be that of two faults, and of one that began it and the next one.
+    assert figures.waits(lines, [7.5, 9.0, 9.5], 18.01) == pytest.approx([10.0] * 3)
     # A job that stands still has waited until its end.
-    assert figures.waits(lines, [8.5], 20.01) == pytest.approx([12.0])
+    assert figures.waits(lines, [18.5], 30.01) == pytest.approx([12.0])
 
 
 def test_useful_samples_are_distinct_in_their_epoch() -> None:

@@ -10,6 +10,7 @@ killed.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import secrets
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from processes import TOKEN, kill_all
 
+import resilin
 from resilin.cli.etcd_server import Etcd, Settings
 from resilin.cli.options import RENDEZVOUS
 from resilin.cli.run import OWN_STORE
@@ -49,8 +51,15 @@ class Contender:
         """Its scripts, one behind the other."""
         return "\n".join((SCRIPTS / script).read_text() for script in self.scripts)
 
+    def lacking(self) -> list[str]:
+        """Packages that are not installed."""
+        return [name for name in self.packages if importlib.util.find_spec(name) is None]
+
     def versions(self) -> dict[str, str]:
-        return {name: importlib.metadata.version(name) for name in self.packages}
+        versions = {name: importlib.metadata.version(name) for name in self.packages}
+        if self.name.startswith("resilin"):
+            versions["resilin"] = resilin.__version__  # from the source tree, too
+        return versions
 
 
 def _free_port() -> int:

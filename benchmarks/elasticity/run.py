@@ -212,6 +212,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help=f"where to write the JSON ({OUT}, none if quick)")
     args = parser.parse_args()
     names = args.only or (QUICK if args.quick else list(CONTENDERS))
+    for name in names:
+        if lacking := " ".join(CONTENDERS[name].lacking()):
+            parser.error(f"{name}: pip install {lacking}, or choose others with --only")
     out = args.out or (None if args.quick else OUT)
     kept = json.loads(out.read_text())["runs"] if out and args.only and out.exists() else {}
     dice, began = random.Random(0), time.time()

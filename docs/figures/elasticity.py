@@ -27,6 +27,7 @@ OUT = Path(__file__).parents[1] / "assets" / "elasticity.svg"
 BLUE, ORANGE, GREY, GREEN, INK = "#0072b2", "#e08a3c", "#666666", "#00795a", "#24292f"
 TRACES = {"schedule": ("kills, leaves, joins", BLUE), "spot": ("spot market", ORANGE)}
 COLUMNS = {
+    "waits": "seconds to\nnext step",
     "redone": "steps\nredone",
     "repeated": "samples\nrepeated",
     "missing": "samples\nmissing",
@@ -55,13 +56,18 @@ def goodput(ax: Axes, rows: dict[str, Any]) -> None:
 
 
 def counts(ax: Axes, runs: dict[str, Any]) -> None:
-    """What a run has redone, repeated and missed: the median over both traces."""
+    """What faults cost a run: the median over both traces."""
     for column, (key, title) in enumerate(COLUMNS.items()):
-        ax.text(column, -0.72, title, ha="center", va="bottom", fontsize=9, color=GREY)
+        ax.text(column, -0.72, title, ha="center", va="bottom", fontsize=8.5, color=GREY)
         for place, traces in enumerate(runs.values()):
-            taken = [run[key] for trace in TRACES for run in traces.get(trace, [])]
+            runs_of = [run for trace in TRACES for run in traces.get(trace, [])]
+            taken = [run.get(key) for run in runs_of]
+            if key == "waits":
+                taken = [wait for waits in taken if waits for wait in waits]
             known = [value for value in taken if value is not None]
-            text = f"{statistics.median(known):.0f}" if known else "?"
+            text = (
+                f"{statistics.median(known):{'.1f' if key == 'waits' else '.0f'}}" if known else "?"
+            )
             colour, weight = (GREEN, "bold") if known and not any(known) else (INK, "normal")
             ax.text(column, place, text, ha="center", va="center", color=colour, weight=weight)
     ax.set_xlim(-0.5, len(COLUMNS) - 0.5)
@@ -70,12 +76,12 @@ def counts(ax: Axes, runs: dict[str, Any]) -> None:
 
 
 def draw() -> Figure:
-    """Goodput at the left, what went wrong at the right."""
+    """Goodput at the left, what faults cost at the right."""
     found = json.loads(FIGURES.read_text(encoding="utf-8"))
     rows = found["contenders"]
     with mpl.rc_context({"font.size": 10.5}):
         figure, (left, right) = plt.subplots(
-            1, 2, figsize=(6.4, 0.52 * len(rows) + 1.7), width_ratios=(1.25, 1)
+            1, 2, figsize=(7.2, 0.5 * len(rows) + 1.6), width_ratios=(1, 1.25)
         )
         goodput(left, rows)
         counts(right, {name: found["runs"][name] for name in rows})
