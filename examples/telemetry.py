@@ -37,10 +37,8 @@ model = resilin.AdaptiveDataParallel(net, optimizer)
 train = TensorDataset(images[:1500], targets[:1500])
 loader = resilin.AdaptiveDataLoader(train, batch_size=32, shuffle=True)
 loader.set_batch_size(resilin.BatchTrace.parse("step,batchsize\n0,32\n94,64\n"))
-first = resilin.current_job().engine.membership.replica == 0
-if first:
-    writer = SummaryWriter(logdir)
-    resilin.listen(TensorBoard(writer))
+# Called on the process that reports, with its first event; after a restart it hides old points.
+resilin.listen(TensorBoard(lambda step: SummaryWriter(logdir, purge_step=step)))
 
 for epoch in resilin.remaining_epochs_until(4):
     model.train()
@@ -54,9 +52,8 @@ for epoch in resilin.remaining_epochs_until(4):
     with torch.no_grad():
         accuracy = (model(images[1500:]).argmax(1) == targets[1500:]).float().mean().item()
     resilin.record({"validation/accuracy": accuracy})
-    if first:
+    if resilin.current_job().engine.membership.is_first:
         print(f"epoch {epoch}: accuracy {accuracy:.3f}")
 
-if first:
-    writer.close()
+if resilin.current_job().engine.membership.is_first:
     print(f"tensorboard --logdir {logdir}")

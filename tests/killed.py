@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -28,18 +29,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("example", type=Path)
     parser.add_argument("result", type=Path)
-    parser.add_argument("--rank", default="")
+    parser.add_argument("--rank", type=int, default=-1)
     parser.add_argument("--at", default="training")
     parser.add_argument("--call", type=int, default=0)
     args, sys.argv[1:] = parser.parse_known_args()
     torch.set_num_threads(1)
     calls: Counter[str] = Counter()
+    # In a live job, a worker that takes the place of another one has a number of its own.
+    member = os.environ.get("RESILIN_MEMBER", os.environ.get("RANK", "0"))
+    number = int(re.search(r"(\d+)$", member)[1])
     forward, replace = resilin.AdaptiveDataParallel.forward, os.replace
 
     def die(place: str) -> None:
         calls[place] += 1
         mark = args.result.with_suffix(".killed")
-        here = os.environ.get("RANK") == args.rank and place == args.at
+        here = number == args.rank and place == args.at
         if here and calls[place] == args.call and not mark.exists():
             mark.write_text(str(resilin.current_job().clock.steps))
             os.kill(os.getpid(), signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,41 @@ def test_scalars_can_be_written_without_an_event(board):
     write_scalars(writer, {"gain": 1.25}, 8, "model/")
     (point,) = read().Scalars("model/gain")
     assert (point.step, point.value) == (8, 1.25)
+
+
+def test_tensorboard_shows_a_step_once_that_is_made_again_after_a_restart(tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def life(*events):
+        opened = []
+
+        def open_writer(first):
+            writer = tensorboard.SummaryWriter(tmp_path, purge_step=first, filename_suffix=suffix)
+            opened.append((first, writer))
+            return writer
+
+        suffix = f".{len(list(tmp_path.iterdir()))}"
+        sink = TensorBoard(open_writer)
+        for event in events:
+            sink(event)
+        for _, writer in opened:
+            writer.close()
+        return [first for first, _ in opened]
+
+    # The job was at step 6, and resumes at step 4; a replica that only has a fault opens nothing.
+    assert life(*(step(n, loss=1.0) for n in range(1, 7))) == [1]
+    assert life(FAULT) == []
+    assert life(replace(START, step=4), *(step(n, loss=2.0) for n in range(5, 9))) == [5]
+    found = accumulator.EventAccumulator(str(tmp_path))
+    found.Reload()
+    points = [(point.step, point.value) for point in found.Scalars("resilin/loss")]
+    assert points == [(n, 1.0) for n in range(1, 5)] + [(n, 2.0) for n in range(5, 9)]
+
+
+def test_a_function_that_opens_no_writer_is_an_error():
+    with pytest.raises(ValueError, match="which is no SummaryWriter"):
+        TensorBoard(lambda first: None)(step(1))
 
 
 def test_tensorboard_wants_a_writer():

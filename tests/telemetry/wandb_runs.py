@@ -127,6 +127,35 @@ def a_script_that_counts_epochs(directory: Path) -> None:
     assert [at for at, _ in curve(found, "resilin/gain")] == [10, 20, 30]
 
 
+def a_run_that_is_opened_by_the_first_event_and_resumed(directory: Path) -> None:
+    def open_run(life: str) -> Any:
+        (directory / life).mkdir()
+        opened.append(wandb.init(dir=directory / life, id="one", resume="allow"))
+        return opened[-1]
+
+    opened: list[Any] = []
+    sink = WandB(lambda: open_run("first"))
+    sink(FAULT)
+    assert not opened
+    for number in range(1, 7):
+        sink(step(number))
+    found = rows(opened[0], directory / "first")
+    assert [at for at, _ in curve(found, "resilin/gain")] == list(range(1, 7))
+    # Another process, as a job that resumes is. W&B gives it the summary of the run; offline there
+    # is none, so the test does.
+    sink = WandB(lambda: with_summary(open_run("second"), {"resilin/step": 6}))
+    for number in range(4, 9):
+        sink(step(number))
+    assert [run.id for run in opened] == ["one", "one"]
+    found = rows(opened[1], directory / "second")
+    assert [at for at, _ in curve(found, "resilin/gain")] == [7, 8]
+
+
+def with_summary(run: Any, values: dict[str, Any]) -> Any:
+    run.summary.update(values)
+    return run
+
+
 def a_run_that_is_switched_off() -> None:
     run = wandb.init(mode="disabled")
     sink = WandB(run)
@@ -142,6 +171,7 @@ def main(directory: Path) -> None:
     a_script_with_its_own_steps(directory, first=0, told_late=False)
     a_script_that_lets_wandb_count(directory)
     a_script_that_counts_epochs(directory)
+    a_run_that_is_opened_by_the_first_event_and_resumed(directory)
     a_run_that_is_switched_off()
 
 

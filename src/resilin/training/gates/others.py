@@ -73,7 +73,7 @@ class OtherOptimizers:
         if not self._keeps(optimizer):
             warnings.warn(
                 f"another optimizer ({kind}) steps in the loop that trains, and the job does not "
-                "keep its state: it begins anew when the job resumes, and it steps with each "
+                "keep its state: it is lost when the job resumes, and it steps with each "
                 "micro-batch. Register it and what it trains with resilin.register(), and step it "
                 f"under `if model.stepped:`, or follow {RECIPE}",
                 stacklevel=4,

@@ -150,17 +150,8 @@ class Registry:
         return any(present is thing for present in self._shared.values())
 
     def exchange(self, name: str, thing: Stateful) -> Stateful:
-        """Replace a registered object for a time, without loading state into the new one.
-
-        Args:
-            name: Its name.
-            thing: Has the state of that name from now on.
-
-        Returns:
-            The object that had the name.
-        """
-        present = self._shared[name]
-        self._shared[name] = thing
+        """Replaces a registered object for a time, and loads no state. Returns the one before."""
+        present, self._shared[name] = self._shared[name], thing
         return present
 
     def remove(self, name: str) -> None:
@@ -173,10 +164,7 @@ class Registry:
                 self._claimed(each)
 
     def release(self, name: str) -> None:
-        """Free a name for another object; until there is one, the state of this one is kept.
-
-        Another model replaces everything that was released.
-        """
+        """Free a name for another object, or all for another model; until then, keep the state."""
         if name in self._shared:
             self._released.add(name)
 
@@ -221,14 +209,12 @@ class Registry:
     def take(self, version: Version, without: Collection[str] = ()) -> Snapshot:
         """The state of everything that is the same on all replicas. Tensors are not copied.
 
-        What was restored and has not been claimed is in it as it was restored.
-
         Args:
             version: Which state it is.
             without: Names that are left out.
         """
-        left = {name for name in self._unclaimed if not name.startswith((SUMS, OWN))}
-        left -= set(without)
+        # What was restored and has not been claimed is in it as it was restored.
+        left = {n for n in self._unclaimed if not n.startswith((SUMS, OWN)) and n not in without}
         # First, so that they keep their names: those of the others avoid names that are taken.
         tree, tensors = self._left(left)
         stale = {name: age for name in left if (age := self._ages[name]) < version.step}
