@@ -136,7 +136,7 @@ class Causes:
                 self._store = None
 
     def of_others(self, seconds: float = WAIT) -> str | None:
-        """What another agent has published.
+        """The cause that another agent has published.
 
         Args:
             seconds: Longest time to wait for it.

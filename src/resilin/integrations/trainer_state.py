@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from resilin.compat import transformers_names
 from resilin.integrations.memory import Memory
+from resilin.integrations.trainer_losses import Losses
 from resilin.integrations.trainer_progress import ReferenceRun
 from resilin.telemetry.extras import load
 from resilin.training.bridge.home import Home
@@ -28,12 +26,6 @@ _callbacks: Any = load("transformers.trainer_callback", "hf", "resilin.integrati
 
 _NAME = "trainer"
 """Name of the Trainer's own state in the state of the job."""
-_LOSSES = "trainer/losses"
-"""Name of the sums that each replica has made since the last log."""
-_MEAN = "trainer"
-"""Place of their mean over the replicas among the sums of the job."""
-WINDOW = "trainer/window"
-"""Name of the part that says since which step they are summed. Folders have it as well."""
 TRAINER_PARTS = (_NAME,)
 """Parts that the Trainer's own checkpoint folders have already."""
 _STEP_LR, _GRAD_NORM = "_step_lr", "_grad_norm"
@@ -68,8 +60,7 @@ class TrainerPart:
         Infinity if a callback has stopped it early: it does not resume, however long the run is."""
         self._begun = False
         self._restored: Mapping[str, Any] | None = None
-        self._losses = _Losses(trainer)
-        self._window = _Window(trainer)
+        self._losses = Losses(trainer)
         self._groups: list[dict[str, Any]] | None = None
         self._evaluates = False
         self._read_out: dict[str, float] = {}
@@ -83,10 +74,7 @@ class TrainerPart:
     def register(self, registry: Registry) -> None:
         """Make it a part of the state of the job."""
         registry.add(_NAME, self)
-        registry.add(WINDOW, self._window)
-        registry.add_own(_LOSSES, self._losses)
-        home = Home()
-        registry.add_summed(_MEAN, self._losses.mean, first_replica=home.engine.membership.is_first)
+        self._losses.register(registry)
 
     @property
     def callbacks(self) -> list[Any]:
@@ -96,8 +84,7 @@ class TrainerPart:
     def forget(self) -> None:
         """Drop the state of the job: the Trainer resumes from a checkpoint folder of its own."""
         self._restored, self.stopped = None, None
-        self._window.restored = self._losses.restored = None
-        self._losses.mean.restored = None
+        self._losses.forget()
 
     def read_out(self) -> dict[str, float]:
         """Metrics of the last step, also if an earlier process has made it."""
@@ -109,7 +96,8 @@ class TrainerPart:
 
     def begin(self) -> None:
         """Begin training, before the hooks of all other callbacks."""
-        self._begun = self._window.begun = True
+        self._begun = True
+        self._losses.begin()
         if self._restored is not None:
             # The hooks of callbacks had changed them before the state was kept, and will again.
             groups = self._trainer.optimizer.param_groups
@@ -122,8 +110,7 @@ class TrainerPart:
         """Restore what the hooks at the start of training have reset. Call it after them."""
         restored, self._restored = self._restored, None
         trainer = self._trainer
-        if self._window.put_back():
-            self._losses.put_back()
+        self._losses.put_back()
         if restored is None:
             return
         self._read_out = restored["read_out"]
@@ -179,110 +166,6 @@ class TrainerPart:
         names = {field.name for field in dataclasses.fields(_hf.TrainerState)}
         self._trainer.state = _hf.TrainerState(**{n: v for n, v in state.items() if n in names})
         self._restored = state if state["counted"] else None
-
-
-class _Window:
-    """Counters of the stock loop: at which step it has logged, and what it had summed up to then.
-
-    A checkpoint folder of the stock Trainer has none of them, so that its first log after a resume
-    covers fewer steps than that of an undisturbed run.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self.begun = False
-        self.restored: Mapping[str, Any] | None = None
-
-    def state_dict(self) -> Mapping[str, Any]:
-        if self.restored is not None:
-            return self.restored
-        return transformers_names.counters(self._trainer) if self.begun else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.restored = state or None
-
-    def put_back(self) -> bool:
-        """Set the counters; returns whether there were any."""
-        state, self.restored = self.restored, None
-        if state is not None:
-            transformers_names.set_counters(self._trainer, state)
-        return state is not None
-
-
-class _Mean:
-    """The mean over the replicas of their summed losses, for another number of them.
-
-    Each replica adds its part of the mean. It is rounded otherwise than the sums themselves, which
-    are used wherever the replicas are the same.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self.restored: Mapping[str, float] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.begin_state_dict()()
-
-    def begin_state_dict(self) -> Callable[[], dict[str, Any]]:
-        restored = self.restored
-        if restored is not None:
-            return lambda: {"sums": dict(restored)}
-        loss = transformers_names.summed_loss(self._trainer)
-        # A copy: the loop resets the sum in place, and this is read later.
-        loss = None if loss is None else loss.detach().clone()
-        operations = float(self._trainer.current_flos)
-        num_replicas = Home().engine.membership.num_replicas
-        return lambda: {
-            "sums": {
-                "loss": 0.0 if loss is None else loss.item() / num_replicas,
-                "operations": operations,
-            }
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.restored = state["sums"]
-
-
-class _Losses:
-    """Losses and operations that one replica has summed since the last log."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self.restored: Mapping[str, Any] | None = None
-        self.mean = _Mean(trainer)
-
-    def state_dict(self) -> Mapping[str, Any]:
-        if self.restored is not None:
-            return self.restored
-        loss = transformers_names.summed_loss(self._trainer)
-        return {
-            "loss": torch.zeros(()) if loss is None else loss.detach(),
-            "operations": float(self._trainer.current_flos),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Load a state; None if the number of replicas has changed."""
-        self.restored = state
-
-    def put_back(self) -> None:
-        """Set the sums. Collective: all replicas use their own ones, or none does."""
-        state, self.restored = self.restored, None
-        mean, self.mean.restored = self.mean.restored, None
-        engine, device = Home().engine, self._trainer.args.device
-        everyone = engine.gather([state is not None, mean is not None])
-        if all(own for own, _ in everyone):
-            assert state is not None
-            loss, operations = state["loss"].to(device), state["operations"]
-        elif all(has_mean for _, has_mean in everyone):
-            assert mean is not None
-            # One replica has the whole of it, and the log is the mean over all of them.
-            share = mean.get("loss", 0.0) * engine.membership.num_replicas
-            loss = torch.tensor(share, device=device)
-            operations = mean.get("operations", 0.0)
-        else:
-            transformers_names.restart_log(self._trainer)
-            return
-        transformers_names.set_sums(self._trainer, loss, operations)
 
 
 class _Exported:

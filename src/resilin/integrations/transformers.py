@@ -24,8 +24,9 @@ from resilin.core.rules import ScalingRule
 from resilin.integrations import accelerate
 from resilin.integrations.folders import load_state, read_state, save_state
 from resilin.integrations.trainer_data import ORDERS, DataSettings, ElasticData
+from resilin.integrations.trainer_losses import WINDOW
 from resilin.integrations.trainer_progress import ReferenceRun
-from resilin.integrations.trainer_state import TRAINER_PARTS, WINDOW, TrainerPart
+from resilin.integrations.trainer_state import TRAINER_PARTS, TrainerPart
 from resilin.telemetry.extras import load
 from resilin.training.bridge.carried import own_step
 from resilin.training.bridge.home import Home
