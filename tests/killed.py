@@ -1,10 +1,10 @@
 """Runs `main()` of an example, and kills a worker in it where a test says.
 
-    python tests/killed.py EXAMPLE RESULT [--rank RANK --call NUMBER]
+    python tests/killed.py EXAMPLE RESULT [--rank RANK --at PLACE --call NUMBER] [ARGUMENTS]
 
-The worker with that rank is killed before a call of the wrapped model in training, the first time
-that the job runs. The process that reports for the job writes the parameters of the module that
-`main()` returns.
+The worker with that rank is killed the first time that the job runs: before a call of the wrapped
+model (`training` or `evaluation`), or before or after it renames a file (`writing`, `written`). The
+process that reports for the job writes the parameters of the module that `main()` returns.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import json
 import os
 import runpy
 import signal
+import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -27,21 +29,33 @@ def main() -> None:
     parser.add_argument("example", type=Path)
     parser.add_argument("result", type=Path)
     parser.add_argument("--rank", default="")
+    parser.add_argument("--at", default="training")
     parser.add_argument("--call", type=int, default=0)
-    args = parser.parse_args()
+    args, sys.argv[1:] = parser.parse_known_args()
     torch.set_num_threads(1)
-    calls, own = 0, resilin.AdaptiveDataParallel.forward
+    calls: Counter[str] = Counter()
+    forward, replace = resilin.AdaptiveDataParallel.forward, os.replace
 
-    def forward(self, *inputs, **named):
-        nonlocal calls
-        calls += self.training
+    def die(place: str) -> None:
+        calls[place] += 1
         mark = args.result.with_suffix(".killed")
-        if os.environ.get("RANK") == args.rank and calls == args.call and not mark.exists():
-            mark.write_text(str(self.clock.steps))
+        here = os.environ.get("RANK") == args.rank and place == args.at
+        if here and calls[place] == args.call and not mark.exists():
+            mark.write_text(str(resilin.current_job().clock.steps))
             os.kill(os.getpid(), signal.SIGKILL)
-        return own(self, *inputs, **named)
 
-    resilin.AdaptiveDataParallel.forward = forward
+    def dying_forward(self, *inputs, **named):
+        die("training" if self.training else "evaluation")
+        return forward(self, *inputs, **named)
+
+    def dying_replace(source, target):
+        if Path(target).suffix == ".pt":
+            die("writing")
+        replace(source, target)
+        if Path(target).suffix == ".pt":
+            die("written")
+
+    resilin.AdaptiveDataParallel.forward, os.replace = dying_forward, dying_replace
     module = runpy.run_path(str(args.example))["main"]()
     if resilin.current_job().engine.membership.is_first:
         args.result.write_text(json.dumps([p.tolist() for p in module.parameters()]))

@@ -38,6 +38,7 @@ def test_the_public_names_are_frozen():
         "hints",
         "init_process_group",
         "listen",
+        "on_one_replica",
         "plan",
         "progress_bar",
         "record",

@@ -19,13 +19,13 @@ PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 pytestmark = pytest.mark.usefixtures("fresh_job")
 
 
-def launch(example, result, *options, call, rank=1, **env):
+def launch(example, result, *options, call, rank=1, at="training", arguments=()):
     """Runs an example with two workers, one of which is killed."""
     command = [sys.executable, "-m", "resilin.cli", "run", "--nproc", "2", "--run-dir", "off"]
     command += [*options, str(ROOT / "tests/killed.py"), str(EXAMPLES / example), str(result)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH, **env}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH}
     done = subprocess.run(
-        [*command, "--rank", str(rank), "--call", str(call)],
+        [*command, "--rank", str(rank), "--at", at, "--call", str(call), *map(str, arguments)],
         env=environ,
         cwd=result.parent,
         capture_output=True,
@@ -42,14 +42,59 @@ def relative_distance(found, expected):
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
 
 
-@pytest.mark.parametrize("live", [False, True], ids=["restart", "live"])
-@pytest.mark.parametrize("example", ["gan.py", "actor_critic.py"])
+@pytest.mark.parametrize(("example", "live"), [("gan.py", False), ("actor_critic.py", True)])
 def test_players_that_take_turns_end_as_if_nobody_was_killed(tmp_path, example, live):
     expected = list(runpy.run_path(str(EXAMPLES / example))["main"]().parameters())
     # Each of two workers has two micro-batches in a step: it is killed between them.
     found = launch(example, tmp_path / "found", *["--live"] * live, call=84)
     assert (tmp_path / "found.killed").read_text() == "41"
     assert relative_distance(found, expected) < 1e-12
+
+
+@pytest.fixture(scope="module")
+def best(tmp_path_factory):
+    """The file with the best model of an undisturbed run, and the parameters at its end."""
+    import resilin
+
+    path = tmp_path_factory.mktemp("best") / "best.pt"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["best_model.py", "--out", str(path)])
+        resilin.reset_job()
+        parameters = list(runpy.run_path(str(EXAMPLES / "best_model.py"))["main"]().parameters())
+    return torch.load(path, weights_only=True), parameters
+
+
+@pytest.mark.parametrize(
+    ("at", "call", "rank", "live", "step"),
+    [
+        # In the last evaluation, which is not the best one: what was best must be known still.
+        ("evaluation", 22, 1, False, 180),
+        # Before and after the best model gets its name.
+        ("writing", 4, 0, True, 150),
+        ("written", 4, 0, False, 150),
+    ],
+)
+def test_the_best_model_is_that_of_the_undisturbed_run(tmp_path, best, at, call, rank, live, step):
+    expected, parameters = best
+    assert expected["epoch"] == 4
+    path, options = tmp_path / "best.pt", ["--live"] * live
+    found = launch(
+        "best_model.py",
+        tmp_path / "found",
+        *options,
+        at=at,
+        call=call,
+        rank=rank,
+        arguments=["--out", path],
+    )
+    assert (tmp_path / "found.killed").read_text() == str(step)
+    # The weights that were tested, averages, are not those that were trained on.
+    assert relative_distance(found, parameters) < 1e-12
+    kept = torch.load(path, weights_only=True)
+    assert (kept["accuracy"], kept["epoch"]) == (expected["accuracy"], expected["epoch"])
+    weights = [kept["weights"], expected["weights"]]
+    assert relative_distance(*([*each.values()] for each in weights)) < 1e-12
+    assert relative_distance(kept["weights"].values(), parameters) > 1e-4
 
 
 def test_two_groups_of_one_optimizer_are_two_optimizers_that_take_turns():

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from resilin.training.loader import AdaptiveDataLoader
     from resilin.training.parallel import AdaptiveDataParallel
     from resilin.training.script.accumulator import Accumulator
-    from resilin.training.script.checkpoints import checkpoint_to, register, resume, stop_when
+    from resilin.training.script.checkpoints import (
+        checkpoint_to,
+        on_one_replica,
+        register,
+        resume,
+        stop_when,
+    )
     from resilin.training.script.ema import EMA
     from resilin.training.script.epochs import remaining_epochs_until
     from resilin.training.script.events import events_to, listen, record
@@ -52,6 +58,7 @@ _HOMES = {
     "hints": "resilin.training.script.plan",
     "init_process_group": "resilin.engine.group",
     "listen": "resilin.training.script.events",
+    "on_one_replica": "resilin.training.script.checkpoints",
     "plan": "resilin.training.script.plan",
     "progress_bar": "resilin.training.script.progress_bar",
     "record": "resilin.training.script.events",
@@ -85,6 +92,7 @@ __all__ = [
     "hints",
     "init_process_group",
     "listen",
+    "on_one_replica",
     "plan",
     "progress_bar",
     "record",

@@ -6,15 +6,18 @@ import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from resilin.core import _validate
 from resilin.engine import overrides
+from resilin.engine.collectives import Collectives
 from resilin.training.job import current_job
 from resilin.training.lifecycle import start
 from resilin.training.state.registry import Stateful
 from resilin.training.state.settings import StateSettings
-from resilin.training.state.snapshot import Version
+from resilin.training.state.snapshot import Json, Version, join, split
+
+T = TypeVar("T")
 
 
 def checkpoint_to(
@@ -114,6 +117,49 @@ def resume() -> Version | None:
         The state that the job resumed from, as generation and step; None for a new job.
     """
     return start(current_job()).resumed
+
+
+def on_one_replica(function: Callable[[], T]) -> T:
+    """Call a function on one process of the job, and return its result on all of them.
+
+    For what must be done once: writing a file, making up an id, downloading data. All replicas
+    must call it, at the same place of the script. They wait until it is done.
+
+    Args:
+        function: Called on the first process. In a live job it is called again on another one if
+            that process is lost meanwhile, so running it twice must be as good as once: write a
+            file under another name and rename it. It must not communicate with other replicas.
+
+    Returns:
+        Its result, which consists of numbers, strings and containers of them, or is None.
+
+    Raises:
+        RuntimeError: The function raised an exception on the first process, which raises that one.
+        ValueError: The result cannot be sent.
+    """
+    engine = current_job().engine
+    raised: list[Exception] = []
+
+    def ask(members: Collectives) -> Json:
+        said: dict[str, Json] = {}
+        if members.process == 0:
+            raised.clear()
+            try:
+                said["result"], tensors = split("the result of the function", function())
+                if tensors:
+                    raise ValueError("the result of the function has tensors: write them to a file")
+            except Exception as error:
+                raised.append(error)
+                said["error"] = f"{type(error).__name__}: {error}"
+        return members.broadcast(said, 0)
+
+    answer = engine.ask(ask)
+    if raised:
+        raise raised[0]
+    if "error" in answer:
+        raise RuntimeError(f"another process could not do it: {answer['error']}")
+    result: T = join(answer["result"], {})
+    return result
 
 
 def stop_when(condition: Callable[[], bool], every: timedelta = timedelta(seconds=5)) -> None:
