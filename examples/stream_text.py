@@ -10,6 +10,7 @@ with the next row. No token of the epoch is lost or repeated.
 """
 
 import email
+import os
 from pathlib import Path
 
 import torch
@@ -83,6 +84,8 @@ def main():
     torch.manual_seed(0)
     resilin.init_process_group()
     first = resilin.current_job().engine.membership.is_first
+    if first:
+        print(f"replica 0 is process {os.getpid()}", flush=True)
 
     files = sorted(Path(email.__file__).parent.glob("[a-m]*.py"))
     loader = resilin.AdaptiveDataLoader(

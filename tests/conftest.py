@@ -30,6 +30,48 @@ MARKER = (
     " unless init is False, with the process group initialised before the fixtures are set up."
 )
 
+TESTS = Path(__file__).parent
+FIRST = (
+    "test_docs.py",
+    "cli/test_slurm.py",
+    "cluster/backends/test_slurm.py",
+    "training/live/test_live_training.py",
+    "integrations/test_transformers.py",
+    "cluster/test_sharing_local.py",
+    "integrations/test_ray.py",
+    "cluster/backends/test_ray.py",
+    "training/report/test_hints_restarts.py",
+    "cluster/test_sharing_ray.py",
+    "cluster/backends/test_slurm_training.py",
+    "training/gradient/test_fsdp.py",
+    "cluster/backends/test_kubernetes.py",
+    "cli/live/test_machines.py",
+    "integrations/test_lightning_recovery.py",
+    "cli/sched/test_sched.py",
+    "cluster/backends/test_slurm_sharing.py",
+    "integrations/test_ray_live.py",
+    "lab/test_capacity.py",
+    "training/test_torchrun.py",
+    "training/sizing/test_other_replicas.py",
+    "cli/test_run.py",
+    "integrations/test_lightning.py",
+    "lab/test_compare.py",
+    "streams/test_kills.py",
+    "cli/test_hang.py",
+    "integrations/test_hf_lives.py",
+    "integrations/test_keras_lives.py",
+    "training/live/test_live_sharded.py",
+    "test_stream_benchmarks.py",
+    "lab/test_screens.py",
+    "lab/test_branch.py",
+    "test_world_size.py",
+    "cluster/controller/test_crashes.py",
+    "test_contributing.py",
+    "fuzz/test_fuzz.py",
+)
+"""Files that take longest, longest first. Where two workers take files in turn, one of these at the
+end would leave the other worker with nothing to do."""
+
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
@@ -47,6 +89,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MARKER)
     # Jobs write down what happens where a test asks for it, and nowhere else.
     os.environ.setdefault("RESILIN_RUN_DIR", "off")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {TESTS / name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.elasticity import faults, figures
+from benchmarks.elasticity import faults, figures, table
 
 HERE = Path(__file__).parent.parent / "benchmarks" / "elasticity"
+KINDS = ("kill", "lose", "leave", "kill")
 Lines = list[dict[str, Any]]
 
 
@@ -104,11 +105,11 @@ def test_lines_changed_are_those_of_code() -> None:
 
 
 def test_schedule_is_the_same_for_a_seed_and_leaves_two_hosts_at_least() -> None:
-    assert faults.schedule(3) == faults.schedule(3)
-    assert len({tuple(faults.schedule(seed)) for seed in range(8)}) == 8
+    assert faults.schedule(3, KINDS) == faults.schedule(3, KINDS)
+    assert len({tuple(faults.schedule(seed, KINDS)) for seed in range(8)}) == 8
     for seed in range(50):
         hosts, last = {0, 1, 2}, 0.0
-        for fault in faults.schedule(seed):
+        for fault in faults.schedule(seed, KINDS):
             assert fault.time > last
             last = fault.time
             if fault.what == "join":
@@ -145,3 +146,20 @@ def test_scripts_of_contenders_hold_what_the_plain_loop_does() -> None:
         assert figures.lines_changed(plain, text) < len(code), path.name
         for word in ("task.make()", "task.finish(", "task.BATCH", "task.EPOCHS", "Ledger("):
             assert word in text, (path.name, word)
+
+
+def test_table_tells_who_did_not_finish_and_what_is_unknown() -> None:
+    run = {"finished": False, "redone": 3, "repeated": 0, "missing": None, "waits": [1.0, 9.0]}
+    entry = {"lines_changed": 7, "spot": {"goodput": [0.5, 0.4, 0.6]}}
+    cells = table.row("x", entry, {"spot": [run, {**run, "redone": 5}]})
+    assert cells[0] == "x (did not finish: 2 of 2)"
+    assert cells[1:] == [
+        "-",
+        "0.50 (0.40 to 0.60)",
+        "5.0 (1.0 to 9.0)",
+        "4 (3 to 5)",
+        "0",
+        "-",
+        "-",
+        "7",
+    ]

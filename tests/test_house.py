@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import resilin
+from tests.conftest import FIRST
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(resilin.__file__).parent
@@ -24,10 +27,13 @@ of these."""
 PLACES = re.compile(r"^(num_)?(local_)?(replica|process)(e?s)?$")
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
+@functools.cache
+def sources() -> tuple[tuple[str, ast.Module], ...]:
     """All modules of the package, by their path in it."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
+    return tuple(
+        (str(path.relative_to(PACKAGE)), ast.parse(path.read_text()))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    )
 
 
 def attributes(cls: ast.ClassDef) -> set[str]:
@@ -165,12 +171,15 @@ def public_names(tree: ast.Module) -> Iterator[str]:
 
 def test_the_core_has_nothing_that_nobody_uses():
     core = {path: tree for path, tree in sources() if path.startswith("core/")}
-    texts = {
-        path: ast.unparse(tree) for path, tree in sources() if not path.endswith("__init__.py")
+    # Without comments: these use nothing.
+    words = {
+        path: Counter(re.findall(r"\w+", ast.unparse(tree)))
+        for path, tree in sources()
+        if not path.endswith("__init__.py")
     }
     # Scripts use the core, too, as the pages and the examples show.
     shown = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
-    pages = "\n".join(path.read_text() for path in shown)
+    pages = {word for path in shown for word in re.findall(r"\w+", path.read_text())}
     unused = {
         f"{path}: {name}"
         for path, tree in core.items()
@@ -178,11 +187,16 @@ def test_the_core_has_nothing_that_nobody_uses():
         if path not in ("core/live.py", "core/forming.py")
         for name in set(public_names(tree)) - FOR_LIVE_ENGINES
         # Within its module, beyond the place where it is defined.
-        if len(re.findall(rf"\b{name}\b", texts.get(path, ""))) < 2
-        and not re.search(rf"\b{name}\b", pages)
-        and not any(re.search(rf"\b{name}\b", text) for p, text in texts.items() if p != path)
+        if words.get(path, Counter())[name] < 2
+        and name not in pages
+        and not any(name in used for p, used in words.items() if p != path)
     }
     assert unused == set()
+
+
+def test_files_that_come_first_are_there():
+    assert [name for name in FIRST if not (ROOT / "tests" / name).is_file()] == []
+    assert len(FIRST) == len(set(FIRST))
 
 
 def test_a_class_that_is_too_large_would_be_found():

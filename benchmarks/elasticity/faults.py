@@ -22,8 +22,10 @@ NOTICE = 4.0
 """Seconds from the notice of a leave to the end of the host."""
 FIRST = 4.0
 """Seconds before the first fault."""
-GAP = (11.0, 15.0)
-"""Seconds between two faults: the least and the most."""
+GAP = (17.0, 20.0)
+"""Seconds between two faults: the least and the most. All contenders can restart in that time."""
+KINDS = (("kill", "lose"), ("kill", "leave"))
+"""Kinds of faults, turn by turn."""
 
 
 class Fault(NamedTuple):
@@ -47,7 +49,7 @@ def _happen(hosts: set[int], time: float, what: str, host: int | None = None) ->
 
 def schedule(
     seed: int,
-    kinds: Iterable[str] = ("kill", "lose", "leave"),
+    kinds: Iterable[str],
     gap: tuple[float, float] = GAP,
 ) -> list[Fault]:
     """Faults of these kinds in an order of the seed; a host joins after each one that goes."""

@@ -141,7 +141,10 @@ def _replica_group(script: str) -> Callable[[int, Path, list[str]], list[str]]:
 
 @contextmanager
 def _ray(folder: Path, environment: Mapping[str, str]) -> Iterator[list[str]]:
-    """The head of a Ray cluster, without a worker, and the driver of the job."""
+    """The head of a Ray cluster, without a worker, and the driver of the job.
+
+    A driver that ends with an error is started again, as Ray's guide says, and continues.
+    """
     address = f"127.0.0.1:{_free_port()}"
     # Ray makes sockets below it, whose names may not be long.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:
@@ -149,7 +152,8 @@ def _ray(folder: Path, environment: Mapping[str, str]) -> Iterator[list[str]]:
         head += ["--num-cpus", "0", "--include-dashboard", "false", "--temp-dir", place]
         with _running([*head, *_RAY_NODE], folder / "head.log", environment):
             driver = [sys.executable, str(SCRIPTS / "ray_loop.py"), address]
-            with _running(_when_up(address, driver), folder / "driver.log", environment):
+            again = ["bash", "-c", 'until "$@"; do sleep 1; done', "bash", *driver]
+            with _running(_when_up(address, again), folder / "driver.log", environment):
                 yield ["--address", address, "--temp-dir", place]
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import figures
 import torch
-from faults import NUM_HOSTS, Fault, schedule, spot
+from faults import KINDS, NUM_HOSTS, Fault, schedule, spot
 from hosts import Run
 from launch import CONTENDERS, Contender
 
@@ -33,10 +33,10 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 OUT = ROOT / "docs" / "figures" / "elasticity.json"
 NUM_SAMPLES, BATCH = 1797, 60
-EPOCHS, PAUSE = 15, 0.005
+EPOCHS, PAUSE = 12, 0.005
 QUICK_EPOCHS, QUICK_GAP = 4, (4.0, 6.0)
 QUICK = ("resilin live", "resilin restart", "torchrun")
-LIMIT, QUICK_LIMIT = 180.0, 60.0
+LIMIT, QUICK_LIMIT = 150.0, 60.0
 """Seconds after which a run is given up."""
 SPOT = "capacity/gcp_spot_a100.csv"
 SPOT_SECONDS = 60.0
@@ -51,7 +51,7 @@ def traces(turn: int, *, quick: bool) -> dict[str, list[Fault]]:
     """The faults of one turn, by the name of the trace."""
     if quick:
         return {"schedule": schedule(turn, ("kill", "lose"), QUICK_GAP)}
-    found = {"schedule": schedule(turn)}
+    found = {"schedule": schedule(turn, KINDS[turn % len(KINDS)])}
     path = Path(os.environ.get("RESILIN_DATA", ROOT.parent / "shared" / "data")) / SPOT
     if path.exists():
         from resilin.lab.replay import read_trace
@@ -234,7 +234,7 @@ def main() -> None:
             for trace, faults in traces(turn, quick=args.quick).items():
                 for name in dice.sample(names, len(names)):
                     bench.run(name, trace, faults, turn)
-                keep()
+                    keep()
     finally:
         shutil.rmtree(folder)
     told = keep()

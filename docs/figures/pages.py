@@ -152,7 +152,7 @@ def main() -> int:
     )
     cut = 0
     for width in WIDTHS:
-        size = (5 if width < 1000 else 2) if args.shots else TOGETHER
+        size = (6 if width < 1000 else 3) if args.shots else TOGETHER
         for first in range(0, len(pages), size):
             part = pages[first : first + size]
             shot = args.shots / f"{width}-{first:03}.png" if args.shots else None

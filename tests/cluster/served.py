@@ -1,7 +1,7 @@
 """A controller as a process of its own, for tests: `resilin sched serve`, and all that it starts.
 
 with Served(tmp_path, "--option", "nodes=a=1,b=1") as served:
-    job = served.client.submit(sharing_launch(folder, epochs=3, seed=1))
+    job = served.client.submit(sharing_launch(folder, "job", epochs=3, seed=1))
     served.wait(lambda: served.phase(job) == "finished")
 """
 
@@ -21,7 +21,6 @@ from resilin.cli.sched import access
 from resilin.cluster.backends.base import PartState
 from resilin.cluster.backends.local import LocalBackend
 from resilin.cluster.controller.client import Client
-from tests.cluster.sharing import JOB
 
 LIMIT = 240.0
 """Seconds after which a test gives up waiting; a machine may be very busy."""
@@ -122,22 +121,3 @@ class Served:
                         local.stop(name, 0)
                     assert time.monotonic() < deadline, f"{running} cannot be ended"
                     time.sleep(0.05)
-
-
-def sharing_launch(
-    folder: Path, name: str, *, epochs: int, seed: int, pause: float = 0.1, **wishes: Any
-) -> dict[str, Any]:
-    """A submission of `sharing_job.py`, with its checkpoints in its folder."""
-    script = [str(JOB), str(folder), "--epochs", str(epochs), "--seed", str(seed)]
-    return {
-        "name": name,
-        **wishes,
-        "launch": {
-            "script": [*script, "--pause", str(pause)],
-            "directory": str(folder.parent),
-            "python": sys.executable,
-            "options": ["--memory-dir", str(folder / "memory")],
-            "environment": {"RESILIN_RUN_DIR": "off", "OMP_NUM_THREADS": "1"},
-            "checkpoint_dir": str(folder / "checkpoints"),
-        },
-    }

@@ -1,4 +1,4 @@
-"""Checks of jobs that shared a cluster: what `sharing_job.py` has written down, read and judged.
+"""Jobs that share a cluster, and checks of them: what `sharing_job.py` has written down is judged.
 
 folder = tmp_path / "first"
 ...  # run sharing_job.py FOLDER --epochs 3 --seed 1 in parts that come and go
@@ -7,25 +7,38 @@ assert_as_undisturbed(folder, epochs=3, seed=1)
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.cluster.sharing_job import NUM_SAMPLES
+from tests import world
+from tests.cluster import sharing_job
+from tests.cluster.sharing_job import HURRY, NUM_SAMPLES
+
+if TYPE_CHECKING:
+    from tests.cluster.served import Served
 
 JOB = Path(__file__).with_name("sharing_job.py")
 """The script of the job."""
 TOLERANCE = 1e-11
 """Largest relative distance of the parameters, in float64."""
+NAMES = ("first", "second", "third")
+"""The jobs of `assert_three_jobs_share`."""
+EPOCHS = 4
+"""Their epochs."""
+LIMIT = 300.0
+"""Seconds that an undisturbed run may take; a machine may be very busy."""
 
 
 @dataclass
@@ -122,11 +135,112 @@ def assert_as_undisturbed(folder: Path, *, epochs: int, seed: int) -> None:
         assert distance <= TOLERANCE, f"{name} is {distance:.2e} from that of an undisturbed run"
 
 
+@functools.cache
 def undisturbed(*, epochs: int, seed: int) -> dict[str, Any]:
-    """The same job in one process that nobody touches: its steps and parameters."""
+    """The same job in one process that nobody touches: its steps and parameters.
+
+    The process is forked from one that has imported torch: it takes longer to start than to train.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(JOB), folder, "--epochs", str(epochs), "--seed", str(seed)]
+        world.start_fork_server()
+        arguments = [folder, "--epochs", str(epochs), "--seed", str(seed)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "RESILIN_RUN_DIR": "off"}
-        subprocess.run(command, check=True, timeout=300, env=environment)
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_alone, args=(arguments, environment)
+        )
+        process.start()
+        try:
+            process.join(LIMIT)
+            assert process.exitcode == 0, f"an undisturbed run ended with {process.exitcode}"
+        finally:
+            process.kill()
+            process.join()
         state: dict[str, Any] = torch.load(Path(folder, "final.pt"))
     return state
+
+
+def _alone(arguments: list[str], environment: dict[str, str]) -> None:
+    os.environ.clear()  # those of the fork server are old
+    os.environ.update(environment)
+    sys.argv = [str(JOB), *arguments]
+    sharing_job.main()
+
+
+def sharing_launch(
+    folder: Path, name: str, *, epochs: int, seed: int, pause: float = 1.0, **wishes: Any
+) -> dict[str, Any]:
+    """A submission of `sharing_job.py`, with its checkpoints in its folder."""
+    script = [str(JOB), str(folder), "--epochs", str(epochs), "--seed", str(seed)]
+    return {
+        "name": name,
+        **wishes,
+        "launch": {
+            "script": [*script, "--pause", str(pause)],
+            "directory": str(folder.parent),
+            "python": sys.executable,
+            "options": ["--memory-dir", str(folder / "memory")],
+            "environment": {"RESILIN_RUN_DIR": "off", "OMP_NUM_THREADS": "1"},
+            "checkpoint_dir": str(folder / "checkpoints"),
+        },
+    }
+
+
+def assert_three_jobs_share(
+    served: Served,
+    folder: Path,
+    *,
+    lose: Callable[[str], object],
+    drain: Callable[[str], object] | None = None,
+) -> tuple[str, str]:
+    """Three jobs share four nodes, of which one is drained and one is lost; all end as undisturbed.
+
+    Jobs are slow until both have happened, or one would be over before, on a machine that is busy.
+
+    Args:
+        served: The controller of four nodes with an accelerator each. It is killed on the way.
+        folder: Where the jobs write.
+        lose: Takes a node away, with all that runs on it.
+        drain: Drains a node; None for the command of the controller.
+
+    Returns:
+        Names of the drained node and of the lost one.
+    """
+
+    def jobs_on(node: str) -> list[str]:
+        return {each["name"]: each["jobs"] for each in served.client.nodes()}.get(node, [])
+
+    def busy() -> list[str]:
+        return [each["name"] for each in served.client.nodes() if each["jobs"]]
+
+    folders = {name: folder / name for name in NAMES}
+    for seed, (name, its) in enumerate(folders.items()):
+        (its / "diaries").mkdir(parents=True)
+        launch = sharing_launch(its, name, epochs=EPOCHS, seed=seed, max=4)
+        assert served.client.submit(launch) == name
+    served.wait(lambda: all(steps_done(its) > 2 for its in folders.values()))
+    drained = next(iter(served.job("first")["nodes"]))
+    (drain or served.client.drain)(drained)
+    # The controller dies on the way, and another one takes over.
+    served.kill()
+    served.start()
+    served.wait(lambda: not jobs_on(drained))
+    served.wait(lambda: bool(busy()))
+    lost = busy()[0]
+    assert lost != drained
+    lose(lost)
+    served.wait(lambda: not jobs_on(lost))
+    for its in folders.values():
+        (its / HURRY).touch()
+    served.wait(lambda: all(served.job(name)["ended"] is not None for name in NAMES), 600)
+    assert {name: served.phase(name) for name in NAMES} == dict.fromkeys(NAMES, "finished")
+    assert not jobs_on(drained)
+    assert sum(served.job(name)["restarts"] for name in NAMES) > 0
+    assert [served.job(name)["failures"] for name in NAMES] == [0, 0, 0]
+    journal = (served.state / "journal.jsonl").read_bytes().splitlines()
+    records = [json.loads(line.partition(b" ")[2]) for line in journal]
+    started = [each["name"] for each in records if each["record"] == "Announced"]
+    assert len(started) == len(set(started))  # no part was started twice
+    assert sum(len(sizes_of(its)) for its in folders.values()) > len(NAMES)
+    for seed, its in enumerate(folders.values()):
+        assert_as_undisturbed(its, epochs=EPOCHS, seed=seed)
+    return drained, lost

@@ -57,3 +57,15 @@ def test_a_lost_replica_is_a_line_and_any_other_error_a_traceback(
     sys.excepthook(RuntimeError, own, None)
     assert shown == ([own] if brief else [peer, own])
     assert ("replica 3 lost its connection to a peer (Read error" in caplog.text) == brief
+
+
+@pytest.mark.parametrize("agent", [True, False])
+def test_where_an_agent_reports_the_cause_a_lost_replica_says_nothing(monkeypatch, caplog, agent):
+    monkeypatch.setenv(environment.LOG, "INFO")
+    monkeypatch.setattr(sys, "excepthook", lambda *error: None)
+    told = []
+    lost.shorten_traceback(3, lambda error: told.append(error) or agent)
+    peer = RuntimeError(GLOO)
+    sys.excepthook(RuntimeError, peer, None)
+    assert told == [peer]
+    assert ("lost its connection" in caplog.text) == (not agent)

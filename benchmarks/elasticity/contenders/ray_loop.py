@@ -65,7 +65,8 @@ def train(config: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     ray.init(address=sys.argv[1], log_to_driver=False)
-    while ray.cluster_resources().get("CPU", 0) < task.NUM_HOSTS:
+    first = not (task.FOLDER / "elasticity").exists()
+    while first and ray.cluster_resources().get("CPU", 0) < task.NUM_HOSTS:
         time.sleep(0.1)  # all begin with all hosts
     trainer = TorchTrainer(
         train,

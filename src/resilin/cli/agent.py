@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.distributed import DistStoreError
@@ -27,13 +28,14 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from resilin.cli.blame import Causes, Failure, causes, lines
 from resilin.cli.errors import say
-from resilin.cli.faults import count, ending, host, record
+from resilin.cli.faults import count, host, record
 from resilin.cli.hang import Local, Watchdog
+from resilin.cli.stopping import StopSignals
 from resilin.compat.torch_agent import WrappedAgent, rendezvous_members
 from resilin.core.lives import Lives
 from resilin.engine.processes import process_gone, process_start
-from resilin.engine.stop import RESTART
 
 STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit codes of a worker that was asked to stop, without and with its own signal handler."""
@@ -41,7 +43,7 @@ FORMING = 300.0
 """Seconds after the start of the workers within which a missing agent cannot simply have finished:
 torch's agents wait that long for each other at the end."""
 MAX_LINES = 8
-"""Largest number of workers that are listed for one failure, one line each."""
+"""Largest number of lines for one failure."""
 ALONE = 30.0
 """Seconds before an early exit is reported: at the end of a job, workers do not exit at the same
 moment."""
@@ -53,6 +55,7 @@ class ReportingAgent(WrappedAgent):
     Args:
         spec: The workers.
         watchdog: Watches the workers.
+        stop: Signals that stop the job.
         bound_fruitless: Whether to give up on a script that keeps failing without a new step
             before its restarts are used up.
         farewell: Seconds for which a closed job keeps answering. The agent that hosts the
@@ -66,6 +69,7 @@ class ReportingAgent(WrappedAgent):
         spec: WorkerSpec,
         *args: Any,
         watchdog: Watchdog,
+        stop: StopSignals,
         bound_fruitless: bool,
         farewell: float,
         **kwargs: Any,
@@ -73,10 +77,15 @@ class ReportingAgent(WrappedAgent):
         super().__init__(spec, *args, **kwargs)
         self._farewell = farewell
         self._watchdog = watchdog
+        self._stop = stop
         self._bound_fruitless = bound_fruitless
         self._lives = Lives()
         self._last_failure = ""
+        self._asked = False
+        self._causes = Causes()
         self._machines: dict[str, int] = {}
+        self._changes: list[str] = []
+        self._composition: tuple[int, int, list[int]] | None = None
         self._started = 0.0
         self._starts: dict[int, str | None] = {}
         self._left: dict[int, _Left] = {}
@@ -138,21 +147,22 @@ class ReportingAgent(WrappedAgent):
         # this point is visible to all of them afterwards.
         store.set(f"resilin/machine/{rank}", host())
         workers = stock(store, rank, size, spec)
+        self._causes = Causes(store, rank, size)
         keys = [f"resilin/machine/{other}" for other in range(size)]
         # Agents of a plain torchrun write no name.
         if store.check(keys):
             names = [name.decode() for name in store.multi_get(keys)]
-            self._report_machines(names, records=rank == 0)
+            self._compare_machines(names, records=rank == 0)
         return workers
 
-    def _report_machines(self, names: list[str], *, records: bool) -> None:
+    def _compare_machines(self, names: list[str], *, records: bool) -> None:
         now = {name: names.count(name) for name in names}
         if before := self._machines:
             for name in sorted(now | before):
                 change = now.get(name, 0) - before.get(name, 0)
                 if change:
                     # Two agents on one machine share its name.
-                    say(f"{name} {'joined' if change > 0 else 'left'}")
+                    self._changes.append(f"{name} {'joined' if change > 0 else 'left'}")
                 if change < 0 and records:  # all agents see it, one records it
                     record("machine_left", f"{name} left")
         self._machines = now
@@ -163,21 +173,31 @@ class ReportingAgent(WrappedAgent):
         """Starts the workers, and watches over them."""
         self._watchdog.forget()
         pids = stock(group)
+        self._stop.install()  # over the handlers that torch has just installed
         self._started = time.monotonic()
         self._left = {}
         self._starts = {pid: process_start(pid) for pid in pids.values()}
-        self._watchdog.begin(
-            [
-                Local(worker.local_rank, worker.global_rank, pids[worker.local_rank])
-                for worker in group.workers
-            ],
-            group.workers[0].world_size,
-        )
-        ranks = [worker.global_rank for worker in group.workers]
-        agents = count(group.group_world_size or 1, "agent")
-        here = f"worker {ranks[0]} runs" if len(ranks) == 1 else _range(ranks) + " run"
-        say(f"{count(group.workers[0].world_size, 'worker')} on {agents}; {here} here")
+        workers = [
+            Local(worker.local_rank, worker.global_rank, pids[worker.local_rank])
+            for worker in group.workers
+        ]
+        self._watchdog.begin(workers, group.workers[0].world_size)
+        self._stop.kill = partial(self._watchdog.kill, workers)
+        self._report_composition(group)
         return pids
+
+    def _report_composition(self, group: WorkerGroup) -> None:
+        """Report the number of workers and agents, if it is not that of the last start."""
+        ranks = [worker.global_rank for worker in group.workers]
+        num_workers, num_agents = group.workers[0].world_size, group.group_world_size or 1
+        before, self._composition = self._composition, (num_workers, num_agents, ranks)
+        changes, self._changes = self._changes, []
+        # The first line of the agent has told the number of workers of a single one.
+        if before == self._composition or (before is None and num_agents == 1):
+            return
+        here = f"worker {ranks[0]} runs" if len(ranks) == 1 else _range(ranks) + " run"
+        text = f"{count(num_workers, 'worker')} on {count(num_agents, 'agent')}; {here} here"
+        say(f"{', '.join(changes)}: {text}" if changes else text)
 
     def around_monitor(self, stock: Callable[..., RunResult], group: WorkerGroup) -> RunResult:
         """Check the workers, report failures, and kill workers that hang."""
@@ -197,26 +217,48 @@ class ReportingAgent(WrappedAgent):
 
     def _report_failure(self, result: RunResult) -> None:
         lifetime = time.monotonic() - self._started
-        failures = _causes(result.failures)
-        self._report_leavers()
+        failures = [self._failure(*item) for item in _by_time(result.failures)]
+        early = self._report_leavers()
         if not failures:  # workers stuck in the kernel are alive, and cannot be killed
-            say(f"workers stopped responding after {lifetime:.1f} s")
-            self._last_failure = "workers stopped responding"
-        for rank, failure in failures[:MAX_LINES]:
-            how = f"worker {rank} {ending(failure.pid, failure.exitcode)}"
-            say(f"{how} after {lifetime:.1f} s")
-            if failure.exitcode != RESTART:
-                record("worker_lost", how, rank)
-        if len(failures) > MAX_LINES:
-            say(f"and {len(failures) - MAX_LINES} more")
-        for rank, failure in failures[:1]:
-            error = self._watchdog.error(rank)
-            how = f"worker {rank} {ending(failure.pid, failure.exitcode)}"
-            self._last_failure = how + f": {error}" * bool(error)
-        if not any(failure.exitcode == RESTART for _, failure in failures):
+            self._last_failure = f"workers stopped responding after {lifetime:.1f} s"
+            say(self._last_failure)
+        elif all(each.follows for each in failures):
+            # Another one has caused it: one that has left early, or one of another agent.
+            self._last_failure = early or self._cause_elsewhere(failures, lifetime)
+        else:
+            own = causes(failures)
+            for line in lines(own, lifetime, MAX_LINES):
+                say(line)
+            self._last_failure = own[0].told()
+            # The other agents read it before they restart their workers.
+            self._causes.publish(own[0].told(host(), lifetime))
+            for each in own[:MAX_LINES]:
+                if not each.asked:
+                    record("worker_lost", each.told(), each.rank)
+        self._asked = any(each.asked for each in failures)
+        if not self._asked:
             self._lives = self._lives.after(self._watchdog.life(lifetime))
         if self._bound_fruitless and self._lives.hopeless:
             self.remaining_restarts = 0
+
+    def _failure(self, rank: int, failure: ProcessFailure) -> Failure:
+        return Failure(
+            rank=rank,
+            pid=failure.pid,
+            code=failure.exitcode,
+            error=self._watchdog.error(rank),
+            follows=self._watchdog.lost_a_peer(rank),
+        )
+
+    def _cause_elsewhere(self, failures: list[Failure], lifetime: float) -> str:
+        """Report the loss of a worker of another agent; returns the report."""
+        text = self._causes.of_others()
+        if text is None:
+            ranks = sorted(each.rank for each in failures)
+            which = f"worker {ranks[0]}" if len(ranks) == 1 else f"workers {_list(ranks)}"
+            text = f"{which} lost the connection to another worker after {lifetime:.1f} s"
+        say(text)
+        return text
 
     def _end_those_that_hang(self) -> None:
         """Kill the workers that block the others; torch then sees them fail and restarts all."""
@@ -242,21 +284,26 @@ class ReportingAgent(WrappedAgent):
             if gone and rank not in self._left:
                 self._left[rank] = _Left(pid, worker.local_rank, now)
 
-    def _report_leavers(self, *, after: float = 0.0) -> None:
-        """Report workers that exited with 0 before the others, at least `after` seconds ago."""
+    def _report_leavers(self, *, after: float = 0.0) -> str:
+        """Report workers that exited with 0 before the others, at least `after` seconds ago.
+
+        Returns:
+            The first of all reports of this generation; empty without one.
+        """
         now = time.monotonic()
         for rank, left in sorted(self._left.items()):
             too_early = now - left.when < after
-            if left.said or too_early or self.exit_code(left.local_rank) != 0:
+            if left.said is not None or too_early or self.exit_code(left.local_rank) != 0:
                 continue
-            left.said = True
             when = left.when - self._started
             text = f"worker {rank} (process {left.pid}) exited with code 0 after {when:.1f} s"
-            say(
+            left.said = (
                 f"{text}, while other workers were still running: the script ended early on "
                 f"rank {rank}"
             )
+            say(left.said)
             record("worker_left", text, rank)
+        return next((left.said for left in self._left.values() if left.said is not None), "")
 
     def _misses_an_agent(self, group: WorkerGroup) -> bool:
         """Whether an agent left this generation while it was forming, and none waits to join.
@@ -272,11 +319,14 @@ class ReportingAgent(WrappedAgent):
     def around_restart(self, stock: Callable[..., None], group: WorkerGroup) -> None:
         """Restart the workers, and report the reason."""
         if group.state == WorkerState.HEALTHY:
-            say("another agent is waiting to join: restarting the workers")
+            # An agent whose workers have failed waits for the others, as one that joins does.
+            cause = self._causes.of_others(0) or "another agent is waiting to join"
+            say(f"{cause}: restarting the workers")
         else:
             spec = group.spec
             number = spec.max_restarts - self.remaining_restarts
-            say(f"restarting the workers (restart {number} of {spec.max_restarts})")
+            asked = " as they asked" * self._asked
+            say(f"restarting the workers{asked} (restart {number} of {spec.max_restarts})")
         stock(group)
 
 
@@ -290,15 +340,20 @@ class _Left:
     """Its number among the workers of this agent."""
     when: float
     """Time at which it was noticed, on the monotonic clock."""
-    said: bool = False
-    """Whether it was reported."""
+    said: str | None = None
+    """The report of it; None before that."""
 
 
 def _range(ranks: list[int]) -> str:
     return f"workers {ranks[0]}-{ranks[-1]}"
 
 
-def _causes(failures: dict[int, ProcessFailure]) -> list[tuple[int, ProcessFailure]]:
+def _list(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:MAX_LINES]))
+    return shown + (", ..." if len(ranks) > MAX_LINES else "")
+
+
+def _by_time(failures: dict[int, ProcessFailure]) -> list[tuple[int, ProcessFailure]]:
     """The failures in order of time, without workers that the agent itself stopped."""
     by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
     return [item for item in by_time if item[1].exitcode not in STOPPED] or by_time

@@ -132,6 +132,14 @@ class Watchdog:
                 return path.read_text(errors="replace")
         return ""
 
+    def lost_a_peer(self, rank: int) -> bool:
+        """Whether a worker failed because its connection to another one broke."""
+        return self._directory is not None and any(
+            pulse.lost_a_peer(self._directory, worker.local_rank)
+            for worker in self._workers
+            if worker.rank == rank
+        )
+
     def look(self) -> tuple[Hang, list[Local]] | None:
         """Poll the workers, if it is time to.
 
@@ -216,6 +224,13 @@ class Watchdog:
 
     def _read(self, worker: Local) -> Shown | None:
         return None if self._directory is None else pulse.read(self._directory, worker.local_rank)
+
+
+def last_step(directory: Path) -> int | None:
+    """Number of committed steps that the workers have published; None if none has trained."""
+    names = [each.name for each in directory.iterdir()] if directory.is_dir() else []
+    shown = [pulse.read(directory, int(name)) for name in names if name.isdecimal()]
+    return max((each.steps for each in shown if each and each.began is not None), default=None)
 
 
 def _sign(worker: Local, shown: Shown) -> Sign:

@@ -20,8 +20,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 import torch.distributed.launcher.api as launcher
 import torch.distributed.run as torchrun
@@ -36,9 +34,10 @@ from resilin.cli import preflight, warm
 from resilin.cli.agent import ReportingAgent
 from resilin.cli.errors import GaveUp, ScriptNotLive, say, told
 from resilin.cli.faults import record
-from resilin.cli.hang import Watchdog
+from resilin.cli.hang import Watchdog, last_step
 from resilin.cli.memory import MemoryDirectory
 from resilin.cli.options import complete, hang_timeout, meeting, parser, stop_signals
+from resilin.cli.stopping import StopSignals
 from resilin.compat.torch_agent import use_agent
 from resilin.engine import environment
 
@@ -73,23 +72,25 @@ def main(arguments: Sequence[str]) -> int:
     bound = args.max_restarts is None
     args.max_restarts = MAX_RESTARTS if bound else args.max_restarts
     _quiet()
-    for number in stop_signals():
-        # torch installs its handlers with the first workers; the rendezvous comes before that.
-        signal.signal(number, _stop)
+    stop = StopSignals()
+    stop.install()  # torch installs its handlers with the first workers
     memory: MemoryDirectory | None = None
     code = 1
     try:
-        with _stop_signals_held():
+        with _held(stop):
             # Or a signal that arrives right now would leave a directory that nobody removes.
             memory = prepare(args)
             os.environ[environment.PULSE_DIR] = _pulse_directory(memory)
         if not args.live or not _run_live(args, bound_fruitless=bound):
-            _run_agent(args, bound_fruitless=bound)
+            _run_agent(args, stop, bound_fruitless=bound)
         code = 0
-    except SignalException as stop:
-        say(f"stopped by {stop.sigval.name}")
-        record("stopped", f"by {stop.sigval.name}")
-        code = 128 + stop.sigval
+    except SignalException as raised:
+        # Those of a live job have other handlers.
+        number = stop.first or raised.sigval
+        step = last_step(Path(os.environ.get(environment.PULSE_DIR, os.devnull)))
+        say(f"stopped by {number.name}" + ("" if step is None else f" after step {step}"))
+        record("stopped", f"by {number.name}")
+        code = 128 + number
     except ChildFailedError:
         pass  # the agent has reported it
     except GaveUp as reason:
@@ -132,13 +133,14 @@ def _run_live(args: argparse.Namespace, *, bound_fruitless: bool) -> bool:
     return True
 
 
-def _run_agent(args: argparse.Namespace, *, bound_fruitless: bool) -> None:
+def _run_agent(args: argparse.Namespace, stop: StopSignals, *, bound_fruitless: bool) -> None:
     """Run torch's agent until the job is over, or this machine has left it."""
     watchdog = Watchdog(Path(os.environ[environment.PULSE_DIR]), hang_timeout(args))
     use_agent(
         partial(
             ReportingAgent,
             watchdog=watchdog,
+            stop=stop,
             bound_fruitless=bound_fruitless,
             farewell=FAREWELL if is_here(args.rdzv_endpoint) else 0,
         )
@@ -214,25 +216,18 @@ def _leave(memory: MemoryDirectory, run_id: str, code: int) -> None:
 
 
 @contextmanager
-def _stop_signals_held() -> Iterator[None]:
+def _held(stop: StopSignals) -> Iterator[None]:
     """Deliver signals that stop the job when the block has ended."""
     # Not by a mask: that is of this thread alone, and another one, such as torch's, would take it.
     held: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: held.append(number))
-        for number in stop_signals()
-    }
+    for number in stop_signals():
+        signal.signal(number, lambda number, _: held.append(number))
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        stop.install()
         if held:
-            _stop(held[0], None)
-
-
-def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    raise SignalException(f"stopped by signal {signum}", sigval=signal.Signals(signum))
+            stop.take(held[0], None)
 
 
 def _quiet() -> None:

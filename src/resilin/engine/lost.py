@@ -1,8 +1,9 @@
 """The loss of a peer: the error of those that outlive it, and one line in place of a traceback.
 
 When a process dies, gloo fails in every process that was connected to it, each with a traceback
-through a backward pass that is not at fault. The cause is elsewhere, and under `resilin run` the
-agent reports it. So the survivors log one line there; any other error keeps its traceback.
+through a backward pass that is not at fault. The cause is elsewhere. Under `resilin run` the agent
+reports it, and the survivors say nothing; under another launcher each of them logs one line. Any
+other error keeps its traceback.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Callable
 from types import TracebackType
 
 from resilin.engine import environment
@@ -39,12 +41,18 @@ def lost_connection(error: BaseException) -> str | None:
     return None if found is None else found.group(1)
 
 
-def shorten_traceback(replica: int) -> None:
-    """Make this process end with one line, not a traceback, when it loses a peer.
+def shorten_traceback(
+    replica: int, tell: Callable[[BaseException], bool] = lambda error: False
+) -> None:
+    """Make this process end without a traceback when it loses a peer.
 
-    Only if the launcher has set a log level other than DEBUG: `RESILIN_LOG=DEBUG` keeps
-    tracebacks. Call it after the initialisation of the process group, which installs a hook of its
-    own; calling it twice does no harm.
+    It logs one line, unless its agent reports the cause. Only if the launcher has set a log level
+    other than DEBUG: `RESILIN_LOG=DEBUG` keeps tracebacks. Call it after the initialisation of the
+    process group, which installs a hook of its own; calling it twice does no harm.
+
+    Args:
+        replica: Number of this replica.
+        tell: Records the error for the agent, and returns whether there is one that reports it.
     """
     if os.environ.get(environment.LOG, "DEBUG").upper() == "DEBUG":
         return
@@ -56,7 +64,7 @@ def shorten_traceback(replica: int) -> None:
         message = lost_connection(error)
         if message is None:
             usual(kind, error, traceback)
-        else:
+        elif not tell(error):
             logger.warning("replica %d lost its connection to a peer (%s)", replica, message)
 
     sys.excepthook = hook

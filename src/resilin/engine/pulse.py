@@ -29,6 +29,7 @@ from resilin.compat.python_names import frame_of_main_thread
 from resilin.core.hang import Phase
 from resilin.core.text import clean
 from resilin.engine import environment
+from resilin.engine.lost import lost_connection
 
 logger = logging.getLogger("resilin")
 
@@ -102,7 +103,7 @@ class FilePulse(Pulse):
             faulthandler.register(STACKS, self._stacks, all_threads=True)
             self._flags |= _HAS_STACKS
         self._write()
-        self._tell_errors(error_path(directory, local_rank))
+        self._tell_errors(directory, local_rank)
         atexit.register(self._leave, os.getpid())
         self._thread = threading.Thread(target=self._live, name="resilin-pulse", daemon=True)
         self._thread.start()
@@ -169,7 +170,7 @@ class FilePulse(Pulse):
                 self._flags |= _LEFT
                 self._write()
 
-    def _tell_errors(self, path: Path) -> None:
+    def _tell_errors(self, directory: Path, local_rank: int) -> None:
         """Record the error that this process fails with, for the report of the agent."""
         usual, pid = sys.excepthook, os.getpid()
 
@@ -177,13 +178,31 @@ class FilePulse(Pulse):
             kind: type[BaseException], error: BaseException, traceback: TracebackType | None
         ) -> None:
             if os.getpid() == pid:
-                # The directory is gone if the agent is.
-                with contextlib.suppress(OSError):
-                    text = clean(f"{kind.__name__}: {error}", _LONGEST_ERROR)
-                    path.write_text(text, errors="replace")
+                _write_error(directory, local_rank, error)
             usual(kind, error, traceback)
 
         sys.excepthook = hook
+
+
+def _write_error(directory: Path, local_rank: int, error: BaseException) -> None:
+    # The directory is gone if the agent is.
+    with contextlib.suppress(OSError):
+        path = error_path(directory, local_rank)
+        path.write_text(clean(f"{type(error).__name__}: {error}", _LONGEST_ERROR), errors="replace")
+        if lost_connection(error) is not None:
+            _lost_path(path).touch()
+
+
+def tell_error(error: BaseException) -> bool:
+    """Record the error that this process fails with, for the report of the agent.
+
+    Returns:
+        Whether there is an agent that reads it.
+    """
+    directory = _directory()
+    if directory is not None:
+        _write_error(directory, _local_rank(), error)
+    return directory is not None
 
 
 def _is_debugged() -> bool:
@@ -302,3 +321,12 @@ def stacks_path(directory: Path, local_rank: int) -> Path:
 def error_path(directory: Path, local_rank: int) -> Path:
     """File in which a worker writes the error that it fails with."""
     return directory / f"error-{local_rank}"
+
+
+def lost_a_peer(directory: Path, local_rank: int) -> bool:
+    """Whether a worker failed because its connection to another one broke: the cause is there."""
+    return _lost_path(error_path(directory, local_rank)).exists()
+
+
+def _lost_path(error: Path) -> Path:
+    return error.with_name(error.name.replace("error", "lost"))

@@ -23,6 +23,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 RESTART = 75
 """Exit code of a process that asks for a restart (`EX_TEMPFAIL` of sysexits.h)."""
 
+BY_LAUNCHER = "the launcher stops the job"
+"""Reason of a request that the launcher of a live job makes."""
+
 logger = logging.getLogger("resilin")
 
 
@@ -48,6 +51,11 @@ class StopRequest:
     def exit_code(self) -> int:
         """Exit code of the process: 128 + signal as in a shell, else `RESTART`."""
         return RESTART if self.signal is None else 128 + self.signal
+
+    @property
+    def reported(self) -> bool:
+        """Whether a launcher reports the request: it has made it, or it sees the exit code."""
+        return self.signal is not None or self.reason == BY_LAUNCHER
 
     def request(self, reason: str) -> None:
         """Request a stop at the end of the current step."""

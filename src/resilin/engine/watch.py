@@ -22,7 +22,8 @@ INTERVAL = 0.2
 """Seconds between two checks."""
 URGENT = 0.02
 """Seconds between two checks after the process was asked to stop."""
-
+PEER_GONE = "another worker on this machine is gone"
+"""Reason of a worker that exits after another one, which its agent reports."""
 
 LastWords = Callable[[str, bool], None]
 """Called with (reason, deadline_passed) before another thread ends the process."""
@@ -91,7 +92,7 @@ class Watch:
             if deadline is None:
                 deadline = time.monotonic() + self._engine.grace
             if any(process_gone(peer.pid, peer.started) for peer in self._peers):
-                self._abandon("another worker on this machine is gone", False)
+                self._abandon(PEER_GONE, False)
             if time.monotonic() > deadline:
                 self._abandon(f"no step ended within {self._engine.grace:g} s", True)
             self._closed.wait(URGENT)

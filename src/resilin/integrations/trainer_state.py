@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,10 @@ _NAME = "trainer"
 """Name of the Trainer's own state in the state of the job."""
 _LOSSES = "trainer/losses"
 """Name of the sums that each replica has made since the last log."""
+_MEAN = "trainer"
+"""Place of their mean over the replicas among the sums of the job."""
+WINDOW = "trainer/window"
+"""Name of the part that says since which step they are summed. Folders have it as well."""
 TRAINER_PARTS = (_NAME,)
 """Parts that the Trainer's own checkpoint folders have already."""
 _STEP_LR, _GRAD_NORM = "_step_lr", "_grad_norm"
@@ -65,6 +69,7 @@ class TrainerPart:
         self._begun = False
         self._restored: Mapping[str, Any] | None = None
         self._losses = _Losses(trainer)
+        self._window = _Window(trainer)
         self._groups: list[dict[str, Any]] | None = None
         self._evaluates = False
         self._read_out: dict[str, float] = {}
@@ -78,7 +83,10 @@ class TrainerPart:
     def register(self, registry: Registry) -> None:
         """Make it a part of the state of the job."""
         registry.add(_NAME, self)
+        registry.add(WINDOW, self._window)
         registry.add_own(_LOSSES, self._losses)
+        home = Home()
+        registry.add_summed(_MEAN, self._losses.mean, first_replica=home.engine.membership.is_first)
 
     @property
     def callbacks(self) -> list[Any]:
@@ -88,7 +96,8 @@ class TrainerPart:
     def forget(self) -> None:
         """Drop the state of the job: the Trainer resumes from a checkpoint folder of its own."""
         self._restored, self.stopped = None, None
-        self._losses.restored = None
+        self._window.restored = self._losses.restored = None
+        self._losses.mean.restored = None
 
     def read_out(self) -> dict[str, float]:
         """Metrics of the last step, also if an earlier process has made it."""
@@ -100,7 +109,7 @@ class TrainerPart:
 
     def begin(self) -> None:
         """Begin training, before the hooks of all other callbacks."""
-        self._begun = True
+        self._begun = self._window.begun = True
         if self._restored is not None:
             # The hooks of callbacks had changed them before the state was kept, and will again.
             groups = self._trainer.optimizer.param_groups
@@ -112,15 +121,14 @@ class TrainerPart:
     def put_back(self) -> None:
         """Restore what the hooks at the start of training have reset. Call it after them."""
         restored, self._restored = self._restored, None
-        if restored is None:
-            self._losses.restored = None
-            return
         trainer = self._trainer
+        if self._window.put_back():
+            self._losses.put_back()
+        if restored is None:
+            return
         self._read_out = restored["read_out"]
-        counted = dict(restored["counted"])
-        self.step_lr, self.grad_norm = counted.pop(_STEP_LR), counted.pop(_GRAD_NORM)
-        transformers_names.set_counters(trainer, counted)
-        self._losses.put_back()
+        counted = restored["counted"]
+        self.step_lr, self.grad_norm = counted[_STEP_LR], counted[_GRAD_NORM]
         for name, memory in self._memories.items():
             if name in restored["callbacks"]:
                 memory.give(restored["callbacks"][name], name.partition("/")[2])
@@ -144,16 +152,13 @@ class TrainerPart:
         if self._restored is not None:
             return self._restored
         trainer = self._trainer
-        counted: dict[str, Any] = {}
-        if self._begun:
-            own = {_STEP_LR: self.step_lr, _GRAD_NORM: self.grad_norm}
-            counted = {**transformers_names.counters(trainer), **own}
+        own = {_STEP_LR: self.step_lr, _GRAD_NORM: self.grad_norm}
         return {
             **dataclasses.asdict(trainer.state),
             "epochs_over": self.epochs_over,
             "stopped": self.stopped,
             "read_out": self.read_out(),
-            "counted": counted,
+            "counted": own if self._begun else {},
             "callbacks": {name: memory.take() for name, memory in self._memories.items()}
             if self._begun
             else {},
@@ -176,12 +181,75 @@ class TrainerPart:
         self._restored = state if state["counted"] else None
 
 
+class _Window:
+    """Counters of the stock loop: at which step it has logged, and what it had summed up to then.
+
+    A checkpoint folder of the stock Trainer has none of them, so that its first log after a resume
+    covers fewer steps than that of an undisturbed run.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.begun = False
+        self.restored: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        if self.restored is not None:
+            return self.restored
+        return transformers_names.counters(self._trainer) if self.begun else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.restored = state or None
+
+    def put_back(self) -> bool:
+        """Set the counters; returns whether there were any."""
+        state, self.restored = self.restored, None
+        if state is not None:
+            transformers_names.set_counters(self._trainer, state)
+        return state is not None
+
+
+class _Mean:
+    """The mean over the replicas of their summed losses, for another number of them.
+
+    Each replica adds its part of the mean. It is rounded otherwise than the sums themselves, which
+    are used wherever the replicas are the same.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.restored: Mapping[str, float] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.begin_state_dict()()
+
+    def begin_state_dict(self) -> Callable[[], dict[str, Any]]:
+        restored = self.restored
+        if restored is not None:
+            return lambda: {"sums": dict(restored)}
+        loss = transformers_names.summed_loss(self._trainer)
+        # A copy: the loop resets the sum in place, and this is read later.
+        loss = None if loss is None else loss.detach().clone()
+        operations = float(self._trainer.current_flos)
+        num_replicas = Home().engine.membership.num_replicas
+        return lambda: {
+            "sums": {
+                "loss": 0.0 if loss is None else loss.item() / num_replicas,
+                "operations": operations,
+            }
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.restored = state["sums"]
+
+
 class _Losses:
     """Losses and operations that one replica has summed since the last log."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.restored: Mapping[str, Any] | None = None
+        self.mean = _Mean(trainer)
 
     def state_dict(self) -> Mapping[str, Any]:
         if self.restored is not None:
@@ -197,13 +265,24 @@ class _Losses:
         self.restored = state
 
     def put_back(self) -> None:
+        """Set the sums. Collective: all replicas use their own ones, or none does."""
         state, self.restored = self.restored, None
-        trainer = self._trainer
-        if state is None:
-            transformers_names.restart_log(trainer)
+        mean, self.mean.restored = self.mean.restored, None
+        engine, device = Home().engine, self._trainer.args.device
+        everyone = engine.gather([state is not None, mean is not None])
+        if all(own for own, _ in everyone):
+            assert state is not None
+            loss, operations = state["loss"].to(device), state["operations"]
+        elif all(has_mean for _, has_mean in everyone):
+            assert mean is not None
+            # One replica has the whole of it, and the log is the mean over all of them.
+            share = mean.get("loss", 0.0) * engine.membership.num_replicas
+            loss = torch.tensor(share, device=device)
+            operations = mean.get("operations", 0.0)
         else:
-            loss = state["loss"].to(trainer.args.device)
-            transformers_names.set_sums(trainer, loss, state["operations"])
+            transformers_names.restart_log(self._trainer)
+            return
+        transformers_names.set_sums(self._trainer, loss, operations)
 
 
 class _Exported:

@@ -25,7 +25,7 @@ from resilin.integrations import accelerate
 from resilin.integrations.folders import load_state, read_state, save_state
 from resilin.integrations.trainer_data import ORDERS, DataSettings, ElasticData
 from resilin.integrations.trainer_progress import ReferenceRun
-from resilin.integrations.trainer_state import TRAINER_PARTS, TrainerPart
+from resilin.integrations.trainer_state import TRAINER_PARTS, WINDOW, TrainerPart
 from resilin.telemetry.extras import load
 from resilin.training.bridge.carried import own_step
 from resilin.training.bridge.home import Home
@@ -233,7 +233,9 @@ class ElasticTrainerMixin(ElasticData):
                 transformers_names.load_weights(self, resume_from_checkpoint)
             if not part.resumes:
                 part.forget()
-                load_state(state, *TRAINER_PARTS)
+                # Folders of resilin 0.1 do not say where a log had begun.
+                older = () if WINDOW in state["tree"] else (WINDOW,)
+                load_state(state, *TRAINER_PARTS, *older)
                 part.epochs_over = loader.epochs_done
         self.state.init_training_references(self, max_steps, num_train_epochs, trial)
         # The steps of an epoch are done, and the process was lost before its evaluation.

@@ -14,7 +14,7 @@ from torch import nn
 
 from resilin.core.hang import Phase
 from resilin.core.membership import Membership
-from resilin.engine import environment, lost
+from resilin.engine import environment, lost, pulse
 from resilin.engine.changes import Changes
 from resilin.training import hints
 from resilin.training.gradient.step import StepGradient
@@ -120,7 +120,7 @@ def start(job: Job) -> Recovery:
     if job.recovery is None:
         environment.log_to_stderr()
         if job.engine.restartable:
-            lost.shorten_traceback(job.engine.membership.replica)
+            lost.shorten_traceback(job.engine.membership.replica, pulse.tell_error)
         job.random = RandomStates(job.timeline, job.engine)
         job.registry.add_own(NAME, job.random)
         hints.begin(job)

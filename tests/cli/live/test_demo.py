@@ -50,5 +50,7 @@ def test_the_live_demo_loses_a_worker_and_trains_on_with_the_same_process(tmp_pa
     assert "was killed by SIGKILL" in ended.stderr
     assert re.search(r"1 replica continues from step 40\b", ended.stderr)
     assert "replaces worker 1" in ended.stderr
-    assert "generation 2: 2 workers; worker 2 joined" in ended.stderr
+    assert re.search(r"2 replicas continue from step \d+ after", ended.stderr)
+    # The first replica says it, so the launcher does not.
+    assert "generation" not in ended.stderr
     assert ended.stderr.rstrip().endswith("resilin: finished after 1 replacement")

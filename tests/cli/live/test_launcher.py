@@ -57,7 +57,8 @@ class Job:
                     "1",
                 ],
                 cwd=self.directory,
-                env={**clean, environment.RUN_DIR: "off", **env},
+                # These workers do not train: only the launcher can tell of generations.
+                env={**clean, environment.RUN_DIR: "off", environment.LOG: "DEBUG", **env},
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import re
 import signal
@@ -20,6 +22,8 @@ from tests.cluster.slurm_cluster import missing, slurm_cluster
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 TIMEOUT = 60.0
 NUMBERS = itertools.count()
+WAITING = ((1, "deaf"), (2, "hears"))
+"""Parts whose time is up after minutes: the node of each, and what it does when it is asked."""
 WAITS = """
 import os, pathlib, signal, sys, time
 
@@ -66,26 +70,83 @@ def ours(named):
     return SlurmBackend(named)
 
 
+def waiting(directory, name="job-g1-0", node="n2", accelerators=1, *, how="hears", more=()):
+    """A part that waits until it is told how to end."""
+    script = directory / "waits.py"
+    script.write_text(WAITS)
+    (directory / name).mkdir(exist_ok=True)
+    return Part(
+        name=name,
+        job="job",
+        node=node,
+        accelerators=accelerators,
+        command=[sys.executable, str(script), str(directory / name), how, *more],
+        environment={"SAID": 'it\'s a "test"\n#SBATCH --hold'},
+        directory=str(directory),
+        log=str(directory / f"{name} 5%j.log"),
+    )
+
+
 @pytest.fixture
 def part(tmp_path):
     """Makes parts that wait until they are told how to end."""
-    script = tmp_path / "waits.py"
-    script.write_text(WAITS)
+    return functools.partial(waiting, tmp_path)
 
-    def make(name="job-g1-0", node="n2", accelerators=1, *, how="hears", more=()):
-        (tmp_path / name).mkdir(exist_ok=True)
-        return Part(
-            name=name,
-            job="job",
-            node=node,
-            accelerators=accelerators,
-            command=[sys.executable, str(script), str(tmp_path / name), how, *more],
-            environment={"SAID": 'it\'s a "test"\n#SBATCH --hold'},
-            directory=str(tmp_path),
-            log=str(tmp_path / f"{name} 5%j.log"),
-        )
 
-    return make
+class Minutes:
+    """Parts on a cluster of their own, whose time is up after minutes, as Slurm counts time."""
+
+    def __init__(self, cluster, directory):
+        self.cluster, self.directory = cluster, directory
+        self.grace = SlurmBackend("grace")
+        self.limit = backend("limit", {"time": "2", "notice": "100", "sbatch": "--nice=5"})
+        deaf, hears = (waiting(directory, f"job-g1-{n}", f"n{n}", how=how) for n, how in WAITING)
+        with self.here():
+            self.grace.start(deaf)
+            self.limit.start(hears)
+            here(deaf, directory)
+            here(hears, directory)
+            self.grace.stop(deaf.name, 90)
+            self.first = self.minutes()
+            self.grace.stop(deaf.name, 600)  # longer: no more than before
+            self.second = self.minutes()
+            self.grace.stop(deaf.name, 1)
+            self.third = self.minutes()
+
+    @contextlib.contextmanager
+    def here(self):
+        """The commands of Slurm find this cluster."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SLURM_CONF", self.cluster.environment["SLURM_CONF"])
+            yield
+
+    def minutes(self):
+        """The time limit of the first part."""
+        name = "--name=grace.job-g1-1"
+        return self.cluster.call("squeue", "--noheader", name, "--Format=TimeLimit").strip()
+
+    def ended(self, ours, name):
+        """What has become of a part, once its time is up: Slurm looks every 30 s."""
+        deadline = time.monotonic() + 200
+        with self.here():
+            while seen(ours, name).state is not PartState.ENDED:
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+            return seen(ours, name)
+
+
+@pytest.fixture(scope="module")
+def minutes(tmp_path_factory):
+    with slurm_cluster(tmp_path_factory.mktemp("minutes"), num_nodes=2) as running:
+        yield Minutes(running, tmp_path_factory.mktemp("parts"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _minutes_begin_early(request):
+    """What takes minutes begins before the other tests, which go on meanwhile."""
+    chosen = [item for item in request.session.items if item.path == request.path]
+    if any("minutes" in item.fixturenames for item in chosen):
+        request.getfixturevalue("minutes")
 
 
 def wait_until(check):
@@ -133,7 +194,8 @@ def test_it_says_why_there_is_no_slurm(slurm, ours, monkeypatch, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     known = (slurm.directory / "slurm.conf").read_text()
-    elsewhere = re.sub("SlurmctldPort=.*", f"SlurmctldPort={port}", known)
+    # The commands try for 10 s, unless told otherwise.
+    elsewhere = re.sub("SlurmctldPort=.*", f"SlurmctldPort={port}\nMessageTimeout=2", known)
     (tmp_path / "slurm.conf").write_text(elsewhere)
     with monkeypatch.context() as patch:
         patch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
@@ -250,25 +312,6 @@ def test_a_part_that_does_not_leave_is_ended_at_once_when_asked_again(ours, part
     # Slurm may learn of its end before it is told to cancel it.
     assert "CANCELLED" in found.reason or found.code == 128 + signal.SIGKILL
     assert not (tmp_path / one.name / "got").exists()
-
-
-def test_slurm_keeps_the_time_of_grace_by_itself(slurm, ours, part, tmp_path, named):
-    one = part(how="deaf")
-    ours.start(one)
-    here(one, tmp_path)
-    ours.stop(one.name, 90)
-    limit = slurm.call("squeue", "--noheader", f"--name={named}.job-g1-0", "--Format=TimeLimit")
-    assert limit.strip() == "2:00"
-    ours.stop(one.name, 600)  # longer: no more than before
-    ours.stop(one.name, 1)
-    limit = slurm.call("squeue", "--noheader", f"--name={named}.job-g1-0", "--Format=TimeLimit")
-    assert limit.strip() == "1:00"
-    # Nobody asks again: it ends by itself. Slurm looks every 30 s, and counts minutes.
-    deadline = time.monotonic() + 200
-    while seen(ours).state is not PartState.ENDED:
-        assert time.monotonic() < deadline
-        time.sleep(1)
-    assert "TIMEOUT" in seen(ours).reason
 
 
 def test_a_part_that_waits_is_gone_at_once_and_has_no_code(ours, part, tmp_path):
@@ -400,17 +443,17 @@ def test_a_part_that_another_job_displaces_is_asked_to_leave_first(slurm, part, 
     wait_until(lambda: by_name(ours)["n2"].accelerators == 0)
 
 
-def test_a_time_limit_asks_the_part_to_leave_first(slurm, part, tmp_path, named):
-    ours = backend(named, {"time": "2", "notice": "100", "sbatch": "--nice=5"})
-    one = part()
-    ours.start(one)
-    here(one, tmp_path)
-    deadline = time.monotonic() + 120
-    while seen(ours).state is not PartState.ENDED:
-        assert time.monotonic() < deadline
-        time.sleep(1)
-    assert (tmp_path / one.name / "got").read_text() == str(int(signal.SIGUSR1))
-    assert seen(ours).code is None  # it has not failed
+def test_a_time_limit_asks_the_part_to_leave_first(minutes):
+    found = minutes.ended(minutes.limit, "job-g1-2")
+    got = minutes.directory / "job-g1-2" / "got"
+    assert got.read_text() == str(int(signal.SIGUSR1))
+    assert found.code is None  # it has not failed
+
+
+def test_slurm_keeps_the_time_of_grace_by_itself(minutes):
+    assert (minutes.first, minutes.second, minutes.third) == ("2:00", "2:00", "1:00")
+    # Nobody asks again: it ends by itself.
+    assert "TIMEOUT" in minutes.ended(minutes.grace, "job-g1-1").reason
 
 
 # Options -----------------------------------------------------------------------------------------

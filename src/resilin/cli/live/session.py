@@ -1,12 +1,13 @@
 """One life of a live job on this machine: its authority, and the socket of its workers.
 
 A job that cannot continue with living processes is started again with another one: what the former
-authority knew is of no use to new processes. Who is in the job is told to its user by one line for
-each generation.
+authority knew is of no use to new processes. A launcher reports each generation whose first replica
+runs on another machine; otherwise that replica does.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 import time
@@ -22,6 +23,8 @@ from resilin.core.live import Authority
 from resilin.core.membership import Roster
 from resilin.engine.authority.keeper import Keeper
 from resilin.engine.authority.server import Server
+
+logger = logging.getLogger("resilin")
 
 LONGEST_PATH = 100
 """Longest path of a socket, in bytes; the system allows 104 to 108."""
@@ -177,7 +180,12 @@ class Roll:
             text += f"; {', '.join(joined)} joined"
         if gone:
             text += f"; without {', '.join(gone)}"
-        say(text)
+        own = {worker.member for worker in workers}
+        # The first replica reports it, with its step, to those that see its output.
+        if names[0] in own:
+            logger.debug("%s", text)
+        else:
+            say(text)
 
 
 def _numbers(workers: Sequence[Worker]) -> dict[str, str]:

@@ -35,7 +35,7 @@ from resilin.engine.live.closing import close
 from resilin.engine.live.follower import Follower, Removed
 from resilin.engine.live.forming import Generation, be_apart
 from resilin.engine.lost import PeerLost
-from resilin.engine.stop import RESTART
+from resilin.engine.stop import BY_LAUNCHER, RESTART
 from resilin.engine.watch import LastWords, Watch, abandon
 
 logger = logging.getLogger("resilin")
@@ -77,7 +77,7 @@ class Live(Engine):
         self._watch: Watch | None = None
         atexit.register(self._exit)
         client.on_change = self._hear
-        client.on_stop = partial(self.stop.request, "the launcher stops the job")
+        client.on_stop = partial(self.stop.request, BY_LAUNCHER)
 
     # Who we are ----------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from resilin.engine import environment
 from resilin.engine.base import Engine
+from resilin.engine.watch import PEER_GONE
 from resilin.training.events import Events
 from resilin.training.state import startup
 from resilin.training.state.checkpoint_schedule import CheckpointSchedule
@@ -257,7 +258,8 @@ class Recovery:
         engine.unwatch()
         self._copies.wait()
         self._saves.save(version)
-        if engine.membership.is_first:
+        if engine.membership.is_first and not (engine.pulse.shown and engine.stop.reported):
+            # Otherwise the launcher reports it, with the signal that it got.
             logger.info("stopped at step %d (%s)", version.step, reason)
         self._close_log()
         engine.leave(asked=engine.stop.asked)
@@ -266,7 +268,10 @@ class Recovery:
         """Called by another thread before this process is ended: its main thread may be stuck."""
         # A copy that was begun is completed first.
         self._copies.lock.acquire(timeout=10)
-        logger.warning("replica %d exits: %s", self._engine.membership.replica, reason)
+        # The agent reports a worker that is gone; this one only follows it.
+        reported = reason == PEER_GONE and self._engine.pulse.shown
+        level = logging.DEBUG if reported else logging.WARNING
+        logger.log(level, "replica %d exits: %s", self._engine.membership.replica, reason)
         memory = self._copies.memory
         try:
             if deadline_passed and self._engine.membership.is_first and memory is not None:
