@@ -58,6 +58,19 @@ pin_batch: Callable[[Any], Any] = TORCH.name(
 ).find()
 """A collated batch in pinned memory."""
 
+_END_WORKERS = TORCH.name(
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers",
+    "ends the workers of a DataLoader while somebody still refers to its iterator",
+)
+_END_WORKERS.find()
+
+
+def end_workers(iterator: object) -> None:
+    """End the workers of an iterator of a DataLoader now; those without workers are left alone."""
+    if hasattr(iterator, _END_WORKERS.attribute):
+        getattr(iterator, _END_WORKERS.attribute)()
+
+
 norms_of_all: Callable[[Sequence[Tensor]], list[Tensor]] = TORCH.name(
     "torch:_foreach_norm", "measures all gradients in one call, on a GPU"
 ).find()

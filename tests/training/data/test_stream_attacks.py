@@ -1,6 +1,7 @@
 """Streams that fail, and samples that are unlike others."""
 
 import collections
+import multiprocessing
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,30 @@ def test_a_shard_that_always_fails_never_looks_as_if_it_had_ended():
     for _ in range(3):
         with pytest.raises(OSError, match="the disk is gone"):
             run()
+
+
+class NoSamples(torch.utils.data.Dataset):
+    """It has an index, and nothing behind it."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("kind", ["stream", "index"])
+def test_workers_end_with_the_job_though_an_error_of_one_is_kept(tmp_path, kind):
+    before = set(multiprocessing.active_children())
+    data = NoSamples() if kind == "index" else FailsOnce(tmp_path / "failed", 0)
+    loader = resilin.AdaptiveDataLoader(data, batch_size=6, num_workers=2)
+    with pytest.raises(OSError, match="the disk is gone") as kept:
+        next(iter(loader))
+    assert len(set(multiprocessing.active_children()) - before) == 2
+    resilin.reset_job()
+    # The frames of the error refer to the iterator, which has workers until its last reference.
+    assert kept.tb is not None
+    assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.parametrize("evaluates", [False, True])

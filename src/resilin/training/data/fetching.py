@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
+from resilin.compat.torch_names import end_workers
 from resilin.core.stream import SampleStream
 from resilin.training.data.tickets import (
     CannotResize,
@@ -129,8 +130,9 @@ class Fetcher:
 
     def close(self) -> None:
         """End the workers, after the batch that each of them is fetching."""
-        # These are the only references to the iterator, so it ends its workers now. The garbage
+        # Not left to the last reference: an exception that somebody keeps is one. The garbage
         # collector would finalize its queues in any order, and wait 5 s for each worker.
+        end_workers(self._batches)
         self._batches = self._loader = self._left_over = None
 
     def next_ticket(self) -> Ticket:

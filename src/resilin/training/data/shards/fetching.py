@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from resilin.compat.torch_names import pin_batch
+from resilin.compat.torch_names import end_workers, pin_batch
 from resilin.core.shard_order import ShardOrder
 from resilin.streams.protocol import Json, Stream
 from resilin.training.data.shards.cursor import Bookmark
@@ -167,7 +167,7 @@ class ShardFetcher:
 
     def close(self) -> None:
         """Ends the workers, after what each of them is reading."""
-        # These are the only references to the iterator, so it ends its workers now: see Fetcher.
+        end_workers(self._batches)  # for the reason, see Fetcher
         self._batches = self._loader = self._dataset = None
 
     # Tickets ---------------------------------------------------------------------------------
