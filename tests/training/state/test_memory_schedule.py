@@ -490,6 +490,21 @@ def test_a_number_that_goes_up_and_down_is_reported_seldom():
     assert [event.steps for event in told] == [2, 4, 9, 0]
 
 
+def test_automatic_copies_promise_no_number_for_good(caplog):
+    class Copies:
+        at_risk, is_measured, is_automatic = 0, True, True
+
+    report = risk.RiskReport(Copies(), resilin.current_job().events)
+    with caplog.at_level("INFO", "resilin"):
+        report.update(0)
+        report.update(3)
+    # The first copies are cheap and many: the number that is told is that of now.
+    assert [record.getMessage() for record in caplog.records] == [
+        "a lost worker costs no completed step now: copies in memory are made as often as pays off "
+        "(memory_every=1: every step)"
+    ]
+
+
 def test_without_memory_copies_all_since_the_last_checkpoint_is_at_risk(tmp_path):
     resilin.checkpoint_to(tmp_path, every=4)
     told, seen = [], []

@@ -48,25 +48,20 @@ class RiskReport:
         if not in_memory:
             # How far the last checkpoint is back is no news; that copies do not fit was a warning.
             return
-        if steps == 0:
-            logger.info("a lost worker costs no completed step: every step is copied to memory")
-        elif self._copies.is_automatic:
+        if self._copies.is_automatic:
             # The number follows the measured times: `resilin top` shows it as it changes.
             logger.log(
                 logging.INFO if first else logging.DEBUG,
-                "a lost worker costs about %d completed step%s now%s",
-                steps,
-                "s" * (steps != 1),
+                "a lost worker costs %s now%s",
+                f"about {_completed(steps)}" if steps else "no completed step",
                 ": copies in memory are made as often as pays off (memory_every=1: every step)"
                 if first
                 else "",
             )
+        elif steps == 0:
+            logger.info("a lost worker costs no completed step: every step is copied to memory")
         else:
-            logger.info(
-                "a lost worker costs at most %d completed step%s, as set by memory_every",
-                steps,
-                "s" * (steps != 1),
-            )
+            logger.info("a lost worker costs at most %s, as set by memory_every", _completed(steps))
 
     def _is_news(self, steps: int) -> bool:
         before = self._reported
@@ -74,3 +69,7 @@ class RiskReport:
             return True
         self._lower = self._lower + 1 if steps < before and 2 * steps <= before else 0
         return self._lower >= PATIENCE
+
+
+def _completed(steps: int) -> str:
+    return f"{steps} completed step{'s' * (steps != 1)}"
