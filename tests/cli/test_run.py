@@ -163,7 +163,8 @@ sys.exit(3)
     status, lines = ends(job(code, *options, RESILIN_LOG="WARNING", **run_dir))
     assert status == 1
     assert sum("exited with code 3" in line for line in lines) == 2
-    end = list(read_events(tmp_path / "run"))[-1]
+    *lost, end = read_events(tmp_path / "run")
+    assert [(fault.kind, fault.without_step) for fault in lost] == [("worker_lost", True)] * 2
     assert (end.kind, end.detail) == ("gave_up", "after 1 restart (--max-restarts 1)")
     assert lines[-2] == "resilin: gave up after 1 restart (--max-restarts 1)"
     assert (

@@ -292,7 +292,7 @@ def test_the_schema_is_frozen():
         "decision": [*head, "batch_size_before", "batch_size", "reason", "candidates"],
         "rescale": [*head, "replicas_before", "replicas", "reason", "seconds"],
         "checkpoint": [*head, "action", "path", "num_bytes", "seconds", "detail"],
-        "fault": [*head, "kind", "detail", "replica"],
+        "fault": [*head, "kind", "detail", "replica", "without_step"],
         "epoch": [*head, "epoch", "samples", "progress"],
         "risk": [*head, "steps"],
     }

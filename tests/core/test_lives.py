@@ -56,3 +56,12 @@ def test_a_script_that_never_comes_to_its_first_step_is_given_up():
     # And one that has trained before, and fails at its start now.
     silent = Life(seconds=4000.0)
     assert after(life(0, 9), *[silent] * MOST_FRUITLESS).hopeless
+
+
+def test_a_life_without_a_step_is_known():
+    assert life(20, 20).without_step
+    assert not life(20, 21).without_step
+    # A script that reports no steps may make some, unless it ends early.
+    assert Life(seconds=EARLY - 1).without_step
+    assert not Life(seconds=EARLY).without_step
+    assert Life(seconds=EARLY, shows=True).without_step

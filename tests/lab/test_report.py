@@ -227,6 +227,20 @@ def test_the_summary_counts_what_happened():
     assert summary.repeated_steps == 0
 
 
+def test_starts_without_a_step_are_counted():
+    told = told_run()
+    assert "starts without a step" not in dict(summarise(run_of(told)).rows())
+    told += [
+        events.FaultEvent(
+            time=1200.0 + n, step=120, kind="worker_lost", detail="", without_step=n < 2
+        )
+        for n in range(3)
+    ]
+    summary = summarise(run_of(told))
+    assert (summary.faults, summary.starts_without_step) == (4, 2)
+    assert dict(summary.rows())["starts without a step"] == "2"
+
+
 def test_steps_that_were_made_again_are_counted():
     told = told_run()
     back = [replace(event, step=event.step - 25) if event.generation else event for event in told]

@@ -217,6 +217,7 @@ class ReportingAgent(WrappedAgent):
 
     def _report_failure(self, result: RunResult) -> None:
         lifetime = time.monotonic() - self._started
+        life = self._watchdog.life(lifetime)
         failures = [self._failure(*item) for item in _by_time(result.failures)]
         early = self._report_leavers()
         if not failures:  # workers stuck in the kernel are alive, and cannot be killed
@@ -232,12 +233,13 @@ class ReportingAgent(WrappedAgent):
             self._last_failure = own[0].told()
             # The other agents read it before they restart their workers.
             self._causes.publish(own[0].told(host(), lifetime))
-            for each in own[:MAX_LINES]:
+            for place, each in enumerate(own[:MAX_LINES]):
                 if not each.asked:
-                    record("worker_lost", each.told(), each.rank)
+                    without_step = place == 0 and life.without_step
+                    record("worker_lost", each.told(), each.rank, without_step=without_step)
         self._asked = any(each.asked for each in failures)
         if not self._asked:
-            self._lives = self._lives.after(self._watchdog.life(lifetime))
+            self._lives = self._lives.after(life)
         if self._bound_fruitless and self._lives.hopeless:
             self.remaining_restarts = 0
 

@@ -40,7 +40,9 @@ def ending(pid: int, code: int) -> str:
     return f"(process {pid}) {how}"
 
 
-def record(kind: str, detail: str, replica: int | None = None) -> None:
+def record(
+    kind: str, detail: str, replica: int | None = None, *, without_step: bool = False
+) -> None:
     """Write a fault to the event log of the run, if there is one."""
     directory = os.environ.get(environment.RUN_DIR, environment.OFF)
     if directory == environment.OFF:
@@ -56,6 +58,7 @@ def record(kind: str, detail: str, replica: int | None = None) -> None:
             kind=kind,
             detail=detail,
             replica=replica,
+            without_step=without_step,
         )
     )
     log.close()

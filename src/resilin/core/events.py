@@ -220,6 +220,9 @@ class FaultEvent(Event):
     """Details, and how it was handled."""
     replica: int | None = None
     """The replica, if the fault concerns one."""
+    without_step: bool = False
+    """Whether it ended workers that had made no step since they were started; one fault tells it
+    for all that were started together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

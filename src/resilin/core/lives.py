@@ -28,6 +28,13 @@ class Life:
     ended: int | None = None
     """Its last step; None if it did not start training."""
 
+    @property
+    def without_step(self) -> bool:
+        """Whether it made no step. Workers that report none may make some, unless they end soon."""
+        if self.began is None or self.ended is None:
+            return self.shows or self.seconds < EARLY
+        return self.ended <= self.began
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lives:

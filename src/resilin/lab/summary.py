@@ -73,6 +73,8 @@ class Summary:
     """Number of times that the set of replicas changed or was restarted."""
     faults: int
     """Number of faults."""
+    starts_without_step: int = 0
+    """Number of times that workers were started and lost before they made a step."""
     checkpoints_saved: int
     """Checkpoints that were written."""
     checkpoints_failed: int
@@ -111,6 +113,11 @@ class Summary:
             ("time without steps", span(self.paused_seconds)),
             ("repeated steps", f"{self.repeated_steps:,}"),
             ("faults", f"{self.faults:,}"),
+            *(
+                [("starts without a step", f"{self.starts_without_step:,}")]
+                if self.starts_without_step
+                else []
+            ),
             ("checkpoints", f"{self.checkpoints_saved:,} saved{failed}"),
             ("final loss", amount(self.loss)),
         ]
@@ -162,6 +169,7 @@ def summarise(run: Run) -> Summary:
         repeated_steps=_repeated(run),
         rescales=len(run.rescales),
         faults=sum(fault.kind not in ENDS for fault in run.faults),
+        starts_without_step=sum(fault.without_step for fault in run.faults),
         checkpoints_saved=actions.count("saved"),
         checkpoints_failed=actions.count("failed"),
         loss=loss,

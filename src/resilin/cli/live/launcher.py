@@ -248,7 +248,8 @@ class Launcher:
             say(f"{how} after {worker.lifetime:.1f} s{leaves}")
         if code not in (0, RESTART) and not worker.froze:
             kind = "worker_left" if verdict is Verdict.LEFT else "worker_lost"
-            record(kind, how, session.replica(worker))
+            life = self._watchdog.life(worker.lifetime, [local(worker)])
+            record(kind, how, session.replica(worker), without_step=life.without_step)
         error = self._watchdog.error_of(local(worker))
         self._failure = how + (f": {error}" if error else "")
         if verdict is Verdict.WRONG:
