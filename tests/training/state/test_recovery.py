@@ -184,8 +184,30 @@ def test_a_failing_checkpoint_does_not_stop_the_training(tmp_path, caplog):
     # Else a slow save might last from before the directory went until it is back.
     job.train(2, on_step, before_step=wait_for_thread)
     assert job.model.clock.steps == 14
-    assert "a checkpoint failed; training continues" in caplog.text
+    failed = [line for line in caplog.messages if "was not saved" in line]
+    assert failed
+    assert all(line.startswith("a checkpoint failed; training continues: ") for line in failed)
+    # Each is told once.
+    assert len(set(failed)) == len(failed)
     assert Checkpoints(folder).commits()[0].version.step == 14
+
+
+@pytest.mark.world_size(2)
+def test_a_failed_checkpoint_is_told_by_one_replica(shared_path, caplog):
+    folder = shared_path / "checkpoints"
+    caplog.set_level(logging.WARNING, "resilin")
+    resilin.checkpoint_to(folder, every=2)
+
+    def on_step(job):
+        if job.model.clock.steps == 1 and not replica():
+            folder.write_text("a file where the directory should be")
+        if job.model.clock.steps == 1:
+            resilin.current_job().engine.gather(None)
+
+    Job().train(1, on_step, before_step=wait_for_thread)
+    failed = [line for line in caplog.messages if "was not saved" in line]
+    assert len(set(failed)) == len(failed)
+    assert bool(failed) == (replica() == 0)
 
 
 # Memory --------------------------------------------------------------------------------------

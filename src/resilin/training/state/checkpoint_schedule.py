@@ -129,8 +129,7 @@ class CheckpointSchedule:
         try:
             commit = self.checkpoints.wait()
         except CheckpointError as error:
-            logger.error("a checkpoint failed; training continues: %s", error)
-            self._report_failed(error)
+            self._report_failed("a checkpoint failed; training continues", error)
             self._saved = None
         else:
             self._report_saved(commit)
@@ -150,8 +149,7 @@ class CheckpointSchedule:
         try:
             commit = self.checkpoints.save(self._snapshot(version), self._group)
         except (CheckpointError, PeerLost) as error:
-            logger.error("the last checkpoint failed: %s", error)
-            self._report_failed(error)
+            self._report_failed("the last checkpoint failed", error)
             return False
         self._report_saved(commit)
         self._saved = version
@@ -202,8 +200,10 @@ class CheckpointSchedule:
             )
         )
 
-    def _report_failed(self, error: Exception) -> None:
+    def _report_failed(self, what: str, error: Exception) -> None:
+        # All replicas raise the same error: one tells it.
         if self._engine.membership.is_first:
+            logger.error("%s: %s", what, error)
             place = self._settings.checkpoint_dir or ""
             stamp = self._events.stamp()
             self._events.emit(

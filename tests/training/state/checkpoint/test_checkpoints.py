@@ -247,7 +247,7 @@ def test_a_removal_that_is_interrupted_leaves_no_commit(tmp_path, monkeypatch):
     assert not os.path.exists(old.path)
 
 
-def test_a_full_disk_fails_the_save_and_not_the_next_one(tmp_path, caplog):
+def test_a_full_disk_fails_the_save_and_not_the_next_one(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(snapshot(step=1))
     with (
@@ -255,7 +255,6 @@ def test_a_full_disk_fails_the_save_and_not_the_next_one(tmp_path, caplog):
         pytest.raises(CheckpointError, match=rf"{tmp_path}/step-\d+2-g0-.* was not saved: .*OSErr"),
     ):
         checkpoints.save(snapshot(step=2, size=8 * MB))
-    assert "was not saved" in caplog.text
     assert len(os.listdir(tmp_path)) == 1
     assert_same(checkpoints.newest(), snapshot(step=1))
     checkpoints.save(snapshot(step=3, size=8 * MB))

@@ -104,8 +104,8 @@ class Checkpoints:
                 clear(self._storage, commit, keep=self._keep, keep_every=self._keep_every)
             self._outcome = commit
         except Exception as error:
-            # Said here too, in case that nobody waits.
-            logger.warning("%s", error)
+            # Whoever waits tells it; this is for a script that ends before.
+            logger.debug("%s", error)
             self._outcome = error
         self.seconds = time.monotonic() - began
 
