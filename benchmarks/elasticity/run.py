@@ -36,7 +36,7 @@ NUM_SAMPLES, BATCH = 1797, 60
 EPOCHS, PAUSE = 12, 0.005
 QUICK_EPOCHS, QUICK_GAP = 4, (4.0, 6.0)
 QUICK = ("resilin live", "resilin restart", "torchrun")
-LIMIT, QUICK_LIMIT = 150.0, 60.0
+LIMIT, QUICK_LIMIT = 150.0, 180.0
 """Seconds after which a run is given up."""
 SPOT = "capacity/gcp_spot_a100.csv"
 SPOT_SECONDS = 60.0
