@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import json
 import pkgutil
 import re
 import textwrap
@@ -67,6 +69,23 @@ def test_every_page_is_in_llms_txt_once():
     text = (DOCS / "llms.txt").read_text(encoding="utf-8")
     links = re.findall(r"^- \[[^]]+\]\(([^)]+)\): \S", text, re.MULTILINE)
     assert links == [page.removesuffix(".md") + ".html" for _, page in pages(NAV)]
+
+
+def test_the_table_of_the_elasticity_benchmark_is_that_of_its_figures(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS / "figures")
+    script = importlib.import_module("elasticity")
+    found = json.loads(script.FIGURES.read_text(encoding="utf-8"))
+    (shown,) = script.TABLE.findall(script.PAGE.read_text(encoding="utf-8"))
+    assert shown == script.table(found)
+    # The chart has all contenders, and so has the table.
+    assert len(shown.splitlines()) - 2 == len(found["contenders"]) == 8
+
+
+def test_resilin_repeats_and_loses_nothing_in_the_elasticity_benchmark():
+    found = json.loads((DOCS / "figures" / "elasticity.json").read_text(encoding="utf-8"))
+    counts = ("unfinished", "repeated", "missing", "redone")
+    assert {name: found[f"resilin_{name}"] for name in counts} == dict.fromkeys(counts, 0)
+    assert found["resilin_deviation"] < 1e-9
 
 
 def test_the_recording_is_what_its_script_draws_from_the_run():

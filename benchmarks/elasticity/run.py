@@ -2,6 +2,7 @@
 
     python benchmarks/elasticity/run.py                  # all contenders, about 40 minutes
     python benchmarks/elasticity/run.py --only torchrun  # this one anew, merged into the JSON
+    python benchmarks/elasticity/run.py --more           # one turn more, added to the JSON
     python benchmarks/elasticity/run.py --quick --check  # resilin and torchrun, about a minute
 
 `docs/elasticity.md` says what is measured and how. Each contender has a small script in
@@ -209,6 +210,7 @@ def main() -> None:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), help="these alone")
     parser.add_argument("--turns", type=int, default=TURNS, help="runs of each trace (%(default)s)")
+    parser.add_argument("--more", action="store_true", help="one turn more, beside those there are")
     parser.add_argument("--out", type=Path, help=f"where to write the JSON ({OUT}, none if quick)")
     args = parser.parse_args()
     names = args.only or (QUICK if args.quick else list(CONTENDERS))
@@ -216,15 +218,30 @@ def main() -> None:
         if lacking := " ".join(CONTENDERS[name].lacking()):
             parser.error(f"{name}: pip install {lacking}, or choose others with --only")
     out = args.out or (None if args.quick else OUT)
-    kept = json.loads(out.read_text())["runs"] if out and args.only and out.exists() else {}
-    dice, began = random.Random(0), time.time()
+    kept = {}
+    if out and (args.only or args.more) and out.exists():
+        kept = json.loads(out.read_text())["runs"]
+    turns = range(1 if args.quick else args.turns)
+    if args.more:
+        # Those that have most turns set the number of the next one, and so its faults.
+        known = max((len(traces["schedule"]) for traces in kept.values()), default=0)
+        turns = range(known, known + 1)
+    dice, began = random.Random(turns.start), time.time()
 
     def keep() -> dict[str, Any]:
         results = {**kept, **bench.results}
+        if args.more:
+            results = {**kept, **{name: added(name) for name in bench.results}}
         told = tell(results, quick=args.quick, seconds=time.time() - began)
         if out is not None:
             out.write_text(json.dumps({**told, "runs": results}, indent=1) + "\n")
         return told
+
+    def added(name: str) -> dict[str, Any]:
+        """What there is of a contender, and its new runs; the first undisturbed run counts."""
+        old, new = kept.get(name, {}), bench.results[name]
+        joined = {trace: old.get(trace, []) + new.get(trace, []) for trace in {**old, **new}}
+        return {**joined, "calm": old.get("calm", new["calm"])}
 
     # One that is told to end takes its hosts with it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -233,7 +250,7 @@ def main() -> None:
         bench = Bench(folder, quick=args.quick)
         for name in names[:1] if args.quick else names:
             bench.run(name, "calm", [], 0)
-        for turn in range(1 if args.quick else args.turns):
+        for turn in turns:
             for trace, faults in traces(turn, quick=args.quick).items():
                 for name in dice.sample(names, len(names)):
                     bench.run(name, trace, faults, turn)

@@ -1,4 +1,4 @@
-"""Makes the picture of the README from two runs that really happened.
+"""Makes the picture of the trace lab's page from two runs that really happened.
 
 One is on machines that come and go as on a public spot market, each with one process; the other is
 on one process with the same seed. What is drawn is in their events.
