@@ -39,6 +39,8 @@ def handlers():
     kept = {number: signal.getsignal(number) for number in signal.Signals if number not in (9, 19)}
     # A session in the background ignores SIGINT, and then a job does, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # One that was begun with nohup ignores SIGHUP.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for number, handler in kept.items():
         with contextlib.suppress(TypeError, OSError):

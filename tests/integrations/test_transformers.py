@@ -284,7 +284,9 @@ def test_clipping_is_of_the_whole_step(tmp_path):
 def test_a_trainer_may_train_again_with_a_new_job(tmp_path):
     trainer, watch = make(tmp_path, num_train_epochs=1)
     trainer.train()
-    with pytest.raises(ValueError, match=r"call release\(\) on it, or resilin\.reset_job"):
+    with pytest.raises(
+        ValueError, match=r"call release\(\) on the first one, or resilin\.reset_job"
+    ):
         trainer.train()
     resilin.reset_job()
     trainer.train()

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,11 +20,10 @@ from resilin.lab.branch_plots import binned
 from resilin.lab.branch_table import Branch, Outcome, judge, tabulate
 from resilin.lab.grid import Failure
 from resilin.lab.intervals import Interval
+from tests.training.state.checkpoint.snapshots import as_saved_today
 
 TIMEOUT = 110
 ROOT = Path(__file__).parents[2]
-# Step 10 of two replicas, 74 samples of which 24 belong to the second pass over 50.
-SAVED = ROOT / "tests" / "training" / "state" / "checkpoint" / "format_1"
 REAL = """
 import os, pathlib, sys
 import torch
@@ -106,7 +104,7 @@ def digests(directory):
 def pretend(tmp_path, monkeypatch):
     """Runs the command on a script that trains nothing."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(SAVED, tmp_path / "kept")
+    as_saved_today(tmp_path / "kept")
     (tmp_path / "script.py").write_text(PRETENDED)
     plain = launch.command
     # Seeding loads torch, which such a script has no use for.

@@ -32,12 +32,15 @@ REFUSES = "trap '' USR1; echo $$ >> {0}; setsid sleep 1000 & echo $! >> {0}; wai
 def nodes():
     if importlib.util.find_spec("ray") is None:
         pytest.skip("ray is not installed")
+    handler = signal.getsignal(signal.SIGTERM)
     nodes = Nodes(4, 2)
     yield nodes
     import ray
 
     ray.shutdown()
     nodes.close()
+    # Ray takes it when a driver connects, and other tests of this process need it.
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture(scope="module")

@@ -193,8 +193,14 @@ class Launcher:
 
         At the end of a job, nobody waits for that.
         """
+        formed = self._roll.formed
         for worker in self._all:
+            finished = worker.verdict is Verdict.FINISHED and not worker.dismissed
             ended = worker.verdict is Verdict.FINISHED and not worker.settled
+            missed = formed is not None and worker.member not in formed.names
+            if finished and worker.settled and missed and self._workers:
+                worker.verdict = Verdict.EARLY
+                say(f"worker {worker.number} has ended its script: the others continue without it")
             if any(each.verdict is None for each in self._copy(worker)):
                 continue
             if ended and self._workers and time.monotonic() - (worker.gone or 0.0) > UNMISSED:

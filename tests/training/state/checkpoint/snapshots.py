@@ -1,10 +1,15 @@
 """Snapshots to save, and ways to harm what was saved."""
 
 import json
+import shutil
 import zlib
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from resilin.training.state.checkpoint import Checkpoints
+from resilin.training.state.checkpoint.commit import COMMIT_FILE, encode
 from resilin.training.state.snapshot import Snapshot, Version, split
 
 DTYPES = [
@@ -81,3 +86,20 @@ def recommit(path, **changes):
         body[key] = value(body[key]) if callable(value) else value
     data = json.dumps(body).encode()
     file.write_bytes(b'{"crc32": "%08x", "commit": %s}\n' % (zlib.crc32(data), data))
+
+
+FORMAT_1 = Path(__file__).parent / "format_1"
+"""Step 10 of two replicas, as 0.1.0 saved it: 74 samples, of which 24 are in the second pass."""
+LOADER = "loader/TensorDataset[50]/0"
+"""Name of its loader today."""
+
+
+def as_saved_today(directory):
+    """Copies that checkpoint, with the place in the data as it is written today."""
+    shutil.copytree(FORMAT_1, directory)
+    (commit,) = Checkpoints(directory).commits()
+    tree = dict(commit.tree)
+    place = {"epoch": 1, "passes": 0, "within": {}, "under_way": True, "until": None}
+    tree[LOADER] = {**tree.pop("loader/0"), **place, "dealt": [0, 2]}
+    (directory / commit.name / COMMIT_FILE).write_bytes(encode(replace(commit, tree=tree)))
+    return directory

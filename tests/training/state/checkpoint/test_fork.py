@@ -1,10 +1,8 @@
 """Copies of a checkpoint that begin further on in the data."""
 
 import json
-import shutil
 import zlib
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +10,12 @@ import torch
 from resilin.training.state.checkpoint import Checkpoints
 from resilin.training.state.checkpoint.commit import COMMIT_FILE, encode
 from resilin.training.state.checkpoint.fork import Fork
-
-SAVED = Path(__file__).parent / "format_1"
-LOADER = "loader/TensorDataset[50]/0"
+from tests.training.state.checkpoint.snapshots import FORMAT_1, LOADER, as_saved_today
 
 
 @pytest.fixture
 def kept(tmp_path):
-    return Path(shutil.copytree(SAVED, tmp_path / "kept"))
+    return as_saved_today(tmp_path / "kept")
 
 
 def with_cursor(fork, **changes):
@@ -117,6 +113,10 @@ def test_one_of_a_newer_resilin_is_refused(kept):
 )
 def test_room_is_what_the_pass_has_left(kept, changes, room):
     assert with_cursor(Fork.find(kept), **changes).room() == room
+
+
+def test_room_in_a_checkpoint_of_0_1_is_the_pass():
+    assert Fork.find(FORMAT_1).room() == 26
 
 
 @pytest.mark.parametrize("num", [0, 2])

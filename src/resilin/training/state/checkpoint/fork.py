@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from resilin.core.passes import PassCount
 from resilin.training.state.checkpoint.catalogue import scan
 from resilin.training.state.checkpoint.commit import COMMIT_FILE, Commit, encode, is_attempt
 from resilin.training.state.checkpoint.storage import Storage, open_storage
@@ -78,14 +79,16 @@ class Fork:
         """Samples that a job may begin later, in the same pass over the data; None has no limit.
 
         An epoch that lasts until some progress is made goes through the data as often as needed.
+        resilin 0.1 did not say so in a checkpoint: there the limit is the pass.
 
         Raises:
             ValueError: The checkpoint has not one loader, but none or several.
         """
         cursor = self._cursor()[1]
-        if cursor["under_way"] and cursor["until"] is None:
-            return None
         num, position = int(cursor["num_samples"]), int(cursor["cursor"])
+        passes = PassCount.from_state(cursor, position)
+        if passes.under_way and passes.until is None:
+            return None
         return num - position % num
 
     def copy_to(self, directory: Path, *, skip: int = 0) -> None:
