@@ -32,10 +32,12 @@ MARKER = (
 
 TESTS = Path(__file__).parent
 FIRST = (
+    "training/data/test_passes.py",
     "test_docs.py",
     "cli/test_slurm.py",
     "cluster/backends/test_slurm.py",
     "training/live/test_live_training.py",
+    "test_recipes.py",
     "integrations/test_transformers.py",
     "cluster/test_sharing_local.py",
     "integrations/test_ray.py",

@@ -32,7 +32,7 @@ TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end of table -->)", re.DOTA
 ROUNDING = 1e-12
 """Deviations below it, in float64, are those of sums in another order."""
 BLUE, ORANGE, GREY, GREEN, INK = "#0072b2", "#e08a3c", "#666666", "#00795a", "#24292f"
-TRACES = {"schedule": ("kills, leaves, joins", BLUE), "spot": ("spot market", ORANGE)}
+TRACES = {"schedule": ("kills, losses, joins", BLUE), "spot": ("spot market", ORANGE)}
 COLUMNS = {
     "waits": "seconds to\nnext step",
     "redone": "steps\nredone",
