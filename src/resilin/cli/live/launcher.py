@@ -195,15 +195,15 @@ class Launcher:
         """
         formed = self._roll.formed
         for worker in self._all:
-            finished = worker.verdict is Verdict.FINISHED and not worker.dismissed
-            ended = worker.verdict is Verdict.FINISHED and not worker.settled
+            if worker.verdict is not Verdict.FINISHED or not self._workers:
+                continue
             missed = formed is not None and worker.member not in formed.names
-            if finished and worker.settled and missed and self._workers:
+            if worker.settled and missed and not worker.dismissed:
                 worker.verdict = Verdict.EARLY
                 say(f"worker {worker.number} has ended its script: the others continue without it")
             if any(each.verdict is None for each in self._copy(worker)):
                 continue
-            if ended and self._workers and time.monotonic() - (worker.gone or 0.0) > UNMISSED:
+            if not worker.settled and time.monotonic() - (worker.gone or 0.0) > UNMISSED:
                 worker.settled = True
                 with contextlib.suppress(NotLive):  # no other member is left: see `_dismiss`
                     self._session.drop(worker.name)

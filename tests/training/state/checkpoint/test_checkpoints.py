@@ -247,6 +247,41 @@ def test_a_removal_that_is_interrupted_leaves_no_commit(tmp_path, monkeypatch):
     assert not os.path.exists(old.path)
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_save_that_fails_after_the_script_has_ended_is_told(tmp_path, waits):
+    # Told once: by the script, if it waits for the save.
+    script = f"""
+import logging, sys, threading, time
+from resilin.training.state.checkpoint import Checkpoints, saver
+from tests.training.state.checkpoint.snapshots import snapshot
+
+logging.basicConfig(level=logging.INFO)
+
+def fails(*args):
+    while {not waits} and threading.main_thread().is_alive():
+        time.sleep(0.01)
+    raise OSError("the disk is full")
+
+saver.save = fails
+checkpoints = Checkpoints({str(tmp_path / "kept")!r})
+checkpoints.begin_save(snapshot())
+if {waits}:
+    try:
+        checkpoints.wait()
+    except OSError:
+        sys.exit(0)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[4],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("the disk is full") == (not waits)
+
+
 def test_a_full_disk_fails_the_save_and_not_the_next_one(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(snapshot(step=1))

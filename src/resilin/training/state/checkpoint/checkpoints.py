@@ -104,8 +104,9 @@ class Checkpoints:
                 clear(self._storage, commit, keep=self._keep, keep_every=self._keep_every)
             self._outcome = commit
         except Exception as error:
-            # Whoever waits tells it; this is for a script that ends before.
-            logger.debug("%s", error)
+            # Whoever waits tells it. Nobody does once the script has ended.
+            told = peers.process != 0 or threading.main_thread().is_alive()
+            logger.log(logging.DEBUG if told else logging.WARNING, "%s", error)
             self._outcome = error
         self.seconds = time.monotonic() - began
 
