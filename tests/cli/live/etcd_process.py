@@ -27,7 +27,7 @@ def free_port() -> int:
 
 
 def until(
-    condition: Callable[[], object], what: str | Callable[[], str], seconds: float = 60.0
+    condition: Callable[[], object], what: str | Callable[[], str], seconds: float = 200.0
 ) -> None:
     """Wait for something that must happen; the limit only ends a test that hangs."""
     deadline = time.monotonic() + seconds

@@ -19,7 +19,9 @@ class Machine:
 
     def __init__(self, directory, name, etcd, *more, num_workers, **variables):
         self.log = directory / f"{name}.log"
-        command = ["run", "--live", "--nproc", str(num_workers), "--rdzv-id", "job"]
+        # Jobs of other tests are on this machine, too.
+        job = f"machines-{etcd.port}"
+        command = ["run", "--live", "--nproc", str(num_workers), "--rdzv-id", job]
         command += ["--membership", str(etcd.access), *more, str(SCRIPT)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

@@ -231,15 +231,18 @@ def test_a_ledger_that_is_killed_finds_the_parts_that_run(ours, names, tmp_path)
 
     ours.start(part_of("kept-g1-0", names[1], SAVES.format(tmp_path / "pid"), accelerators=2))
     before = wait_for(ours, "kept-g1-0", PartState.RUNNING)
-    ray.kill(ray.get_actor("ledger", namespace="resilin-test"), no_restart=False)
+    ledger = ray.get_actor("ledger", namespace="resilin-test")
 
-    def answers():
+    def process():
         try:
-            return ours.list()
-        except BackendError:
-            return ()  # Ray starts it again
+            return ray.get(ledger.__ray_call__.remote(lambda _: os.getpid()), timeout=PATIENCE)
+        except ray.exceptions.ActorUnavailableError:
+            return None  # Ray starts it again
 
-    wait_until(answers)
+    first = process()
+    ray.kill(ledger, no_restart=False)
+    # It may answer once more: Ray kills it later.
+    wait_until(lambda: process() not in (None, first))
     assert wait_for(ours, "kept-g1-0", PartState.RUNNING) == before
     assert [node.accelerators for node in ours.nodes()] == [2, 2, 2, 2]
     ours.stop("kept-g1-0", 60)
