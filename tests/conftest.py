@@ -115,6 +115,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             device.build()  # here, since it is no test's time that it takes
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    try:
+        return (yield)
+    finally:
+        # Frameworks that a file has loaded stay, with millions of objects that every model of
+        # the files after it would look through for its schedulers.
+        if not world.in_rank() and (nextitem is None or nextitem.path != item.path):
+            gc.collect()
+            gc.freeze()
+
+
 def pytest_unconfigure() -> None:
     if not world.in_rank():
         world.stop_fork_server()
