@@ -12,7 +12,7 @@ before all hosts die, and a full disk. Afterwards the diaries of all replicas ar
 - seconds from each fault to the next completed step.
 
     python benchmarks/chaos.py --check           # 100 faults, about half an hour
-    python benchmarks/chaos.py --quick --check   # 8 faults, one of each kind
+    python benchmarks/chaos.py --quick --check   # 8 faults, one of each kind; warm workers
 
 With `--live`, live jobs are disturbed instead: see `chaos_live`.
 """
@@ -99,6 +99,7 @@ class Cluster:
 
     folder: Path
     store: TCPStore
+    warm: bool = False
     hosts: list[Host] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     _read: dict[Path, int] = field(default_factory=dict)
@@ -109,7 +110,7 @@ class Cluster:
         if number is None:
             number = min(set(range(len(WORKERS))) - {host.number for host in self.hosts})
         memory = Path("/dev/shm") / f"resilin-chaos-{os.getpid()}-{number}"
-        command = [sys.executable, "-m", "resilin.cli", "run"]
+        command = [sys.executable, "-m", "resilin.cli", "run", *["--warm"] * self.warm]
         command += ["--nnodes", f"1:{len(WORKERS)}", "--nproc", str(WORKERS[number])]
         command += ["--rdzv-endpoint", f"127.0.0.1:{self.store.port}", "--rdzv-id", "chaos"]
         command += ["--memory-dir", str(memory), str(HERE / "chaos_job.py"), str(self.folder)]
@@ -440,7 +441,7 @@ def main() -> None:
     (job / "diaries").mkdir(parents=True)
     began = time.time()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    cluster = Cluster(job, store)
+    cluster = Cluster(job, store, warm=args.quick)
     try:
         with small_disk(job / "checkpoints") as disk:
             for _ in range(2):

@@ -7,7 +7,7 @@ float64. At the end parameters, optimizer, scheduler, averages and evaluations m
 relative 1e-10, and the same bits on all replicas. `docs/testing.md` describes it.
 
     python benchmarks/torture.py --check             # at least 300 programs and 300 kills
-    python benchmarks/torture.py --quick --check     # a fixed list of cases, within 4 minutes
+    python benchmarks/torture.py --quick --check     # a fixed list of cases, within 2 minutes
     python benchmarks/torture.py --seed new --minutes 30    # hunt: new seeds, failures are shrunk
     python benchmarks/torture.py --seed 1234         # one seed
     python benchmarks/torture.py --replay case.json  # one case that was kept
@@ -44,9 +44,9 @@ FOUND = FUZZ / "found.jsonl"
 when the generator changes."""
 BATCH = 20
 """Cases that share one launched job."""
-QUICK_SEEDS = range(28)
+QUICK_SEEDS = range(14)
 """Seeds of the quick form, after the cases that were found."""
-QUICK_SHARDED = range(8)
+QUICK_SHARDED = range(4)
 """Seeds of the quick form with sharded models."""
 QUICK_STREAMS = (1, 8, 16, 17)
 """Seeds of the quick form whose data are streams: shards that skip, are read again, and have a

@@ -14,8 +14,10 @@ in the store. Hypothesis has to be told to ``derandomize``: ranks have to draw t
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ import pytest
 from tests import world
 
 DEADLINE = pytest.StashKey[float]()
+PATH = pytest.StashKey[Path]()
+CROWD = 200_000
 MARKER = (
     "world_size(n, init=True): run the test in n gloo processes with a torch thread each, and,"
     " unless init is False, with the process group initialised before the fixtures are set up."
@@ -104,6 +108,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
     # A million objects that all tests have in common: none of them has to be looked at again.
+    if "PYTEST_XDIST_WORKER" in os.environ and "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")  # the first optimizer does
     gc.collect()
     gc.freeze()
     if worlds:
@@ -113,18 +119,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         if device.compiler() is not None:
             device.build()  # here, since it is no test's time that it takes
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    try:
-        return (yield)
-    finally:
-        # Frameworks that a file has loaded stay, with millions of objects that every model of
-        # the files after it would look through for its schedulers.
-        if not world.in_rank() and (nextitem is None or nextitem.path != item.path):
-            gc.collect()
-            gc.freeze()
 
 
 def pytest_unconfigure() -> None:
@@ -138,8 +132,23 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     return world.in_rank() or None  # ranks need no timer: the session has an eye on them
 
 
+def forget_loaded() -> None:
+    """Take the frameworks that a file has loaded out of what later files look through.
+
+    They have millions of objects, and every model looks through all objects for its schedulers.
+    """
+    if len(gc.get_objects()) > CROWD:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    # Not when a file ends: pytest still holds what its last test has made, and what is frozen is
+    # never collected.
+    if not world.in_rank() and item.config.stash.get(PATH, None) != item.path:
+        item.config.stash[PATH] = item.path
+        forget_loaded()
     if world.world_of(item):
         item.fixturenames = ["tmp_path"]  # all the others are for the ranks to set up
 

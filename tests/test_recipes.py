@@ -21,8 +21,9 @@ pytestmark = pytest.mark.usefixtures("fresh_job")
 
 def launch(example, result, *options, call, rank=1, at="training", arguments=()):
     """Runs an example with two workers, one of which is killed."""
-    command = [sys.executable, "-m", "resilin.cli", "run", "--nproc", "2", "--run-dir", "off"]
-    command += [*options, str(ROOT / "tests/killed.py"), str(EXAMPLES / example), str(result)]
+    command = [sys.executable, "-m", "resilin.cli", "run", "--warm", "--nproc", "2"]
+    command += ["--run-dir", "off", *options]
+    command += [str(ROOT / "tests/killed.py"), str(EXAMPLES / example), str(result)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH}
     done = subprocess.run(
         [*command, "--rank", str(rank), "--at", at, "--call", str(call), *map(str, arguments)],

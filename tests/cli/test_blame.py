@@ -1,5 +1,6 @@
 """Which failure is the cause, and how agents tell each other."""
 
+import signal
 import socket
 import subprocess
 import sys
@@ -9,15 +10,17 @@ from torch.distributed import TCPStore
 
 from resilin.cli.blame import Causes, Failure, causes, lines
 from resilin.core.events import FaultEvent
+from resilin.engine.processes import process_start
 from resilin.engine.stop import RESTART
 from resilin.telemetry.read import read_events
+from tests.cli.live.etcd_process import until
 from tests.cli.test_run import clean_environment, free_endpoint
 
 KILLED = Failure(rank=1, pid=12, code=-9, error="RuntimeError: of an earlier moment")
 FOLLOWS = Failure(rank=0, pid=11, code=1, error="RuntimeError: reset by peer", follows=True)
 RAISED = Failure(rank=2, pid=13, code=1, error="ValueError: bad sample 17")
 JOB = """
-import os, signal, sys
+import os, pathlib, signal, sys, time
 
 import torch
 import resilin
@@ -34,7 +37,15 @@ for _ in resilin.remaining_epochs_until(2):
         model(x).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if resumed is None and model.clock.steps == 5 and os.environ["RANK"] == "0":
+        rank = os.environ["RANK"]
+        if resumed is None and model.clock.steps == 5 and sys.argv[1] == "unseen":
+            pathlib.Path(f"pid-{rank}").write_text(str(os.getpid()))
+            while rank == "1":
+                if pathlib.Path("agent").exists() and pathlib.Path("pid-0").exists():
+                    os.kill(int(pathlib.Path("agent").read_text()), signal.SIGSTOP)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(0.01)
+        elif resumed is None and model.clock.steps == 5 and rank == "0":
             if sys.argv[1] == "raise":
                 raise ValueError("bad sample 17")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -128,6 +139,27 @@ def test_the_first_worker_that_failed_is_named_and_the_others_say_nothing(tmp_pa
     (fault,) = [each for each in read_events(tmp_path / "run") if isinstance(each, FaultEvent)]
     assert (fault.kind, fault.replica) == ("worker_lost", 0)
     assert ("ValueError: bad sample 17" in fault.detail) == (how == "raise")
+
+
+def test_the_first_worker_that_failed_is_named_by_an_agent_that_looks_late(tmp_path):
+    process = start(tmp_path, "--nproc", "2", "--run-dir", "run", how="unseen")
+    # Complete as soon as it is there.
+    (tmp_path / "agent.new").write_text(str(process.pid))
+    (tmp_path / "agent.new").rename(tmp_path / "agent")
+    # Both end while the agent stands still: worker 0 since it has lost worker 1.
+    for rank in range(2):
+        file = tmp_path / f"pid-{rank}"
+        until(lambda file=file: file.exists() and file.read_text(), f"worker {rank} at step 5")
+        pid = int(file.read_text())
+        until(lambda pid=pid: process_start(pid) == "", f"the end of worker {rank}")
+    process.send_signal(signal.SIGCONT)
+    code, told, errors = said(process)
+    assert code == 0, errors
+    (cause,) = [line for line in told if "was killed by SIGKILL" in line]
+    assert cause.startswith("worker 1 (process ")
+    assert "lost the connection" not in errors
+    (fault,) = [each for each in read_events(tmp_path / "run") if isinstance(each, FaultEvent)]
+    assert (fault.kind, fault.replica) == ("worker_lost", 1)
 
 
 def test_an_agent_names_the_worker_of_another_agent_that_failed_first(tmp_path):

@@ -33,7 +33,8 @@ def submit(slurm, tmp_path):
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "resilin.cli", "slurm", JOB, "--checkpoint-dir", "saved"),
-                *("--partition", "spot", "--gpus-per-node", "2", "--nproc", "1", *options, "--"),
+                *("--partition", "spot", "--gpus-per-node", "2", "--nproc", "1", "--run=--warm"),
+                *(*options, "--"),
                 *(tmp_path / "job", "--epochs", str(EPOCHS), "--seed", "5", "--pause", "1"),
             ],
             cwd=tmp_path,

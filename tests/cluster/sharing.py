@@ -178,7 +178,7 @@ def sharing_launch(
             "script": [*script, "--pause", str(pause)],
             "directory": str(folder.parent),
             "python": sys.executable,
-            "options": ["--memory-dir", str(folder / "memory")],
+            "options": ["--warm", "--memory-dir", str(folder / "memory")],
             "environment": {"RESILIN_RUN_DIR": "off", "OMP_NUM_THREADS": "1"},
             "checkpoint_dir": str(folder / "checkpoints"),
         },

@@ -634,7 +634,7 @@ def test_quick_runs_and_numbers_of_steps_between_validations_are_honoured():
 
 def test_a_lost_worker_costs_no_sample(tmp_path):
     job = Path(__file__).with_name("lightning_job.py")
-    command = [sys.executable, "-m", "resilin.cli", "run", "--nproc", "2", job, tmp_path]
+    command = [sys.executable, "-m", "resilin.cli", "run", "--warm", "--nproc", "2", job, tmp_path]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "RESILIN_RUN_DIR": "off"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
     assert done.returncode == 0, done.stderr

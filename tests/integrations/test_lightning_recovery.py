@@ -208,7 +208,8 @@ def test_lost_workers_cost_no_validation_no_state_and_no_file(tmp_path):
     directory.mkdir()
     job = Path(__file__).with_name("lightning_kills.py")
     words = json.dumps({**settings, "kills": kills})
-    command = [sys.executable, "-m", "resilin.cli", "run", "--nproc", "2", job, directory, words]
+    command = [sys.executable, "-m", "resilin.cli", "run", "--warm", "--nproc", "2"]
+    command += [job, directory, words]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "RESILIN_RUN_DIR": "off"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr

@@ -307,7 +307,7 @@ def test_mixed_precision_and_evaluation_are_those_of_the_trainer(tmp_path, every
 
 def test_a_killed_worker_does_not_end_the_trainer():
     example = Path(__file__).parents[2] / "examples" / "huggingface_digits.py"
-    command = [sys.executable, "-m", "resilin.cli", "run", "--nproc", "2", str(example)]
+    command = [sys.executable, "-m", "resilin.cli", "run", "--warm", "--nproc", "2", str(example)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--kill-at", "30"], capture_output=True, text=True, timeout=240, env=env
@@ -321,10 +321,10 @@ def test_a_killed_worker_does_not_end_the_trainer():
 
 def test_asked_to_be_live_the_trainer_says_why_not_and_a_kill_restarts_it():
     example = Path(__file__).parents[2] / "examples" / "huggingface_digits.py"
-    command = [sys.executable, "-m", "resilin.cli", "run", "--live", "--nproc", "2", str(example)]
+    command = [sys.executable, "-m", "resilin.cli", "run", "--live", "--warm", "--nproc", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--kill-at", "30"], capture_output=True, text=True, timeout=240, env=env
+        [*command, example, "--kill-at", "30"], capture_output=True, text=True, timeout=240, env=env
     )
     assert done.returncode == 0, done.stderr
     assert "not live: a live job needs a loop of your own" in done.stderr

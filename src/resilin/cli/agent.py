@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -218,7 +218,9 @@ class ReportingAgent(WrappedAgent):
     def _report_failure(self, result: RunResult) -> None:
         lifetime = time.monotonic() - self._started
         life = self._watchdog.life(lifetime)
-        failures = [self._failure(*item) for item in _by_time(result.failures)]
+        named = _by_time(result.failures)
+        failures = [self._failure(rank, each.pid, each.exitcode) for rank, each in named]
+        failures += self._unnamed(result.failures)
         early = self._report_leavers()
         if not failures:  # workers stuck in the kernel are alive, and cannot be killed
             self._last_failure = f"workers stopped responding after {lifetime:.1f} s"
@@ -243,11 +245,20 @@ class ReportingAgent(WrappedAgent):
         if self._bound_fruitless and self._lives.hopeless:
             self.remaining_restarts = 0
 
-    def _failure(self, rank: int, failure: ProcessFailure) -> Failure:
+    def _unnamed(self, named: Container[int]) -> list[Failure]:
+        """Workers that failed before torch looked: of several warm ones it names one, any one."""
+        found = []
+        for rank, left in sorted(self._left.items()):
+            code = self.exit_code(left.local_rank)
+            if rank not in named and code and code not in STOPPED:
+                found.append(self._failure(rank, left.pid, code))
+        return found
+
+    def _failure(self, rank: int, pid: int, code: int) -> Failure:
         return Failure(
             rank=rank,
-            pid=failure.pid,
-            code=failure.exitcode,
+            pid=pid,
+            code=code,
             error=self._watchdog.error(rank),
             follows=self._watchdog.lost_a_peer(rank),
         )

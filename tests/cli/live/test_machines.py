@@ -21,7 +21,7 @@ class Machine:
         self.log = directory / f"{name}.log"
         # Jobs of other tests are on this machine, too.
         job = f"machines-{etcd.port}"
-        command = ["run", "--live", "--nproc", str(num_workers), "--rdzv-id", job]
+        command = ["run", "--live", "--warm", "--nproc", str(num_workers), "--rdzv-id", job]
         command += ["--membership", str(etcd.access), *more, str(SCRIPT)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

@@ -49,7 +49,8 @@ def training(name: str, node: str, endpoint: str, folder: Path, *, epochs: int, 
         folder.mkdir()
         (folder / "slow").touch()
     job = name.rpartition("-g")[0]
-    command = [sys.executable, "-m", "resilin.cli", "run", "--nnodes", "1:4", "--nproc", "1"]
+    command = [sys.executable, "-m", "resilin.cli", "run", "--warm"]
+    command += ["--nnodes", "1:4", "--nproc", "1"]
     command += ["--rdzv-id", f"{job}-{LIFE}", "--rdzv-endpoint", endpoint]
     command += ["--rdzv-conf", "is_host=0"]
     command += ["--checkpoint-dir", str(folder / "checkpoints"), str(sharing.JOB), str(folder)]

@@ -46,7 +46,7 @@ def test_a_job_grows_shrinks_by_its_first_node_and_loses_another(slurm, store, t
     ours, folder = SlurmBackend("ours"), tmp_path / "job"
 
     def start(number, node):
-        run = ["--nnodes", "1:4", "--nproc", "1", "--rdzv-endpoint", store]
+        run = ["--warm", "--nnodes", "1:4", "--nproc", "1", "--rdzv-endpoint", store]
         run += ["--rdzv-conf", "is_host=0", "--checkpoint-dir", str(tmp_path / "saved")]
         script = [str(JOB), str(folder), "--epochs", str(EPOCHS), "--seed", "3", "--pause", "1"]
         ours.start(
