@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from resilin.cli import options
 from resilin.cli import slurm as command
 from tests.cluster.sharing import JOB, assert_as_undisturbed, assert_once, sizes_of
 from tests.cluster.sharing_job import HURRY
@@ -213,12 +214,28 @@ def test_a_store_that_runs_already_is_used(tmp_path, monkeypatch, capsys):
             ["--nodes", "1:2", "--rdzv-endpoint", "h:1", "--store-partition", "p"],
             "cannot be combined with --rdzv-endpoint (h:1)",
         ),
+        (["--nodes", "1:2", "--warm"], "--warm is an option of resilin run"),
+        (["--nodes", "1:2", "--run-dir=x"], "--run-dir=x is an option of resilin run"),
     ],
 )
 def test_wrong_options_are_told(tmp_path, capsys, arguments, said):
     with pytest.raises(SystemExit):
         command.main(["train.py", "--checkpoint-dir", "saved", *arguments])
     assert said in capsys.readouterr().err
+
+
+def test_options_of_run_are_known(tmp_path, monkeypatch, capsys):
+    here = {each for action in command.parser()._actions for each in action.option_strings}
+    (ours,) = [each for each in options.parser()._action_groups if each.title == "resilin"]
+    of_run = {each for action in ours._group_actions for each in action.option_strings}
+    assert of_run - here == command.OF_RUN
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    arguments = ["train.py", "--nodes", "1:2", "--checkpoint-dir", "saved", "--dry-run"]
+    assert command.main([*arguments, "--run=--warm --lease 5", "--", "--warm"]) == 0
+    said = capsys.readouterr().out
+    assert "--warm --lease 5 --nnodes 1:2" in said
+    assert '"$endpoint" train.py --warm' in said
 
 
 def test_a_script_that_is_missing_is_told(tmp_path, monkeypatch, capsys):

@@ -25,6 +25,13 @@ NOTICE = 60
 """Default seconds between the notice and the end of an element."""
 TIMEOUT = 60.0
 """Seconds for an answer of `sbatch`."""
+OF_RUN = frozenset(
+    {
+        *("--warm", "--checkpoint-every", "--memory-dir", "--run-dir", "--hang-timeout", "--live"),
+        *("--heartbeat", "--membership", "--lease", "--address", "--processes-per-copy"),
+    }
+)
+"""Options of `resilin run` that are no option here: a script would be given them."""
 EPILOG = """\
 example:
   resilin slurm train.py --nodes 1:8 --partition spot --gpus-per-node 4 \\
@@ -126,6 +133,12 @@ def main(arguments: Sequence[str]) -> int:
         theirs = mine[mine.index("--") + 1 :]
         mine = mine[: mine.index("--")]
     args, rest = ours.parse_known_args(mine)
+    for stray in rest:
+        if stray.partition("=")[0] in OF_RUN:
+            ours.error(
+                f"{stray} is an option of resilin run: write it in quotes after --run=, or after "
+                f"-- if the script has an option of that name"
+            )
     if args.rdzv_endpoint and args.store_partition:
         ours.error(
             f"--store-partition ({args.store_partition}) is for a store that is yet to be started: "
