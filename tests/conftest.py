@@ -14,10 +14,8 @@ in the store. Hypothesis has to be told to ``derandomize``: ranks have to draw t
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from tests import world
 DEADLINE = pytest.StashKey[float]()
 PATH = pytest.StashKey[Path]()
 CROWD = 200_000
+"""Objects above which those that there are no longer count."""
 MARKER = (
     "world_size(n, init=True): run the test in n gloo processes with a torch thread each, and,"
     " unless init is False, with the process group initialised before the fixtures are set up."
@@ -108,8 +107,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
     # A million objects that all tests have in common: none of them has to be looked at again.
-    if "PYTEST_XDIST_WORKER" in os.environ and "torch" in sys.modules:
-        importlib.import_module("torch._dynamo")  # the first optimizer does
     gc.collect()
     gc.freeze()
     if worlds:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from resilin.cli import options
+from resilin.cli import options as run_options
 from resilin.cli import slurm as command
 from tests.cluster.sharing import JOB, assert_as_undisturbed, assert_once, sizes_of
 from tests.cluster.sharing_job import HURRY
@@ -226,7 +226,7 @@ def test_wrong_options_are_told(tmp_path, capsys, arguments, said):
 
 def test_options_of_run_are_known(tmp_path, monkeypatch, capsys):
     here = {each for action in command.parser()._actions for each in action.option_strings}
-    (ours,) = [each for each in options.parser()._action_groups if each.title == "resilin"]
+    (ours,) = [each for each in run_options.parser()._action_groups if each.title == "resilin"]
     of_run = {each for action in ours._group_actions for each in action.option_strings}
     assert of_run - here == command.OF_RUN
     monkeypatch.chdir(tmp_path)
