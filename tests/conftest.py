@@ -25,6 +25,7 @@ import pytest
 from tests import world
 
 DEADLINE = pytest.StashKey[float]()
+ALSO = pytest.StashKey[tuple[str, ...]]()
 PATH = pytest.StashKey[Path]()
 CROWD = 200_000
 """Objects above which those that there are no longer count."""
@@ -135,8 +136,18 @@ def forget_loaded() -> None:
     They have millions of objects, and every model looks through all objects for its schedulers.
     """
     if len(gc.get_objects()) > CROWD:
+        gc.unfreeze()  # what was in use the last time, and is not any more
         gc.collect()
         gc.freeze()
+
+
+def preload(item: pytest.Item) -> None:
+    """Have what processes of the tests of a file import, its `PRELOAD`, in the fork server."""
+    also = getattr(item.getparent(pytest.Module).obj, "PRELOAD", ())
+    if also != item.config.stash.get(ALSO, ()):
+        item.config.stash[ALSO] = also
+        world.stop_fork_server()
+        world.start_fork_server(also)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -146,6 +157,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if not world.in_rank() and item.config.stash.get(PATH, None) != item.path:
         item.config.stash[PATH] = item.path
         forget_loaded()
+        preload(item)
     if world.world_of(item):
         item.fixturenames = ["tmp_path"]  # all the others are for the ranks to set up
 

@@ -13,6 +13,7 @@ import pytest
 
 import resilin.core
 from docs.blocks import blocks, pages
+from tests import forked
 
 ROOT = Path(__file__).parents[1]
 MODULES = [f"resilin.core.{m.name}" for m in pkgutil.iter_modules(resilin.core.__path__)]
@@ -24,7 +25,9 @@ def run(*args: object) -> str:
     # for all others.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
     command = [sys.executable, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=ROOT)
+    # Not those of Ray, which has threads and processes of its own.
+    start = subprocess.run if "ray" in str(args[0]) else forked.run
+    done = start(command, capture_output=True, text=True, timeout=300, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -51,12 +54,8 @@ def test_examples(example):
     run(example)
 
 
-def torchrun(script: object) -> str:
-    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script)
-
-
 def test_the_demo_survives_what_it_does(tmp_path):
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "resilin.cli", "demo"],
         capture_output=True,
         text=True,
@@ -77,7 +76,8 @@ def test_the_demo_survives_what_it_does(tmp_path):
 
 @pytest.mark.parametrize("name", ["step_5_metrics.py"])
 def test_the_tutorial_runs_on_two_replicas(name):
-    torchrun(ROOT / "examples" / "tutorial" / name)
+    script = ROOT / "examples" / "tutorial" / name
+    run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script)
 
 
 def test_the_elastic_example_matches_the_reference_run():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.func import functional_call
+
+from tests import forked
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -25,7 +26,7 @@ def launch(example, result, *options, call, rank=1, at="training", arguments=())
     command += ["--run-dir", "off", *options]
     command += [str(ROOT / "tests/killed.py"), str(EXAMPLES / example), str(result)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH}
-    done = subprocess.run(
+    done = forked.run(
         [*command, "--rank", str(rank), "--at", at, "--call", str(call), *map(str, arguments)],
         env=environ,
         cwd=result.parent,

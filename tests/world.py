@@ -112,11 +112,15 @@ def deadline_for(timeout: float) -> float:
     return time.monotonic() + max(timeout - REPORT_SECONDS, 0.75 * timeout)
 
 
-def start_fork_server() -> None:
-    """Begin to import what ranks need, in the background. Once is enough."""
+def start_fork_server(also: Sequence[str] = ()) -> None:
+    """Begin to import what ranks need, in the background. Once is enough.
+
+    Args:
+        also: More modules. They stay until a call of `stop_fork_server`.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # torch reads it once, when loaded
-        forkserver.set_forkserver_preload(PRELOAD)
+        forkserver.set_forkserver_preload([*PRELOAD, *also])
         forkserver.ensure_running()
 
 
@@ -174,6 +178,8 @@ def _arguments(item: pytest.Function) -> list[str]:
         *(f"-pno:{plugin}" for plugin in WITHOUT),
         *("--capture=no", "--verbosity=-2", "--no-summary"),
         *("-k", "", "-m", ""),  # the session has selected already
+        # Plugins that the fork server has imported for another reason, and that no test needs.
+        *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
     ]
     arguments += [f"--config-file={config.inipath}"] if config.inipath else []
     arguments += [f"--{flag}" for flag in ("runxfail", "showlocals") if option(flag)]

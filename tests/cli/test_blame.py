@@ -13,6 +13,7 @@ from resilin.core.events import FaultEvent
 from resilin.engine.processes import process_start
 from resilin.engine.stop import RESTART
 from resilin.telemetry.read import read_events
+from tests import forked
 from tests.cli.live.etcd_process import until
 from tests.cli.test_run import clean_environment, free_endpoint
 
@@ -103,7 +104,7 @@ def test_an_agent_whose_store_is_gone_waits_for_no_cause():
 def start(tmp_path, *options, how="kill"):
     (tmp_path / "job.py").write_text(JOB)
     command = [sys.executable, "-m", "resilin.cli", "run", "--warm", *options]
-    return subprocess.Popen(
+    return forked.Popen(
         [*command, "--memory-dir", tmp_path / "memory", "job.py", how],
         cwd=tmp_path,
         env=clean_environment(),

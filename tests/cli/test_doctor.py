@@ -1,6 +1,5 @@
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from resilin.cli import checks, doctor, storage
 from resilin.cli.finding import Finding, Options
+from tests import forked
 
 
 def options(tmp_path, url=None):
@@ -17,7 +17,7 @@ def options(tmp_path, url=None):
 def test_this_machine_can_run_jobs(tmp_path):
     command = [sys.executable, "-m", "resilin.cli", "doctor", "--json"]
     env = {**os.environ, "RESILIN_CHECKPOINT_DIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    done = forked.run(command, capture_output=True, text=True, timeout=240, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     findings = json.loads(done.stdout)
     assert [finding["check"] for finding in findings] == list(doctor.CHECKS)

@@ -16,6 +16,7 @@ from resilin.core.hang import PATIENCE
 from resilin.core.lives import MOST_FRUITLESS
 from resilin.engine import environment, pulse
 from resilin.telemetry.read import read_events
+from tests import forked
 from tests.cli.test_run import clean_environment, free_endpoint
 
 JOB = Path(__file__).with_name("troubled_job.py")
@@ -31,7 +32,7 @@ def job(tmp_path):
     def start(*arguments, options=()):
         command = [sys.executable, "-m", "resilin.cli", "run", "--memory-dir", tmp_path / "memory"]
         agents.append(
-            subprocess.Popen(
+            forked.Popen(
                 [*command, "--run-dir", tmp_path / "run", *options, JOB, *arguments],
                 cwd=tmp_path,
                 env=clean_environment(),
@@ -144,9 +145,7 @@ def shows(tmp_path):
 
     def start(rank, phase, code=SLEEPS):
         command = [sys.executable, "-c", SHOWS, tmp_path, str(rank), phase, code]
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        process = forked.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout.readline() == "ready\n"
         return Local(rank, 10 + rank, process.pid)

@@ -19,6 +19,7 @@ from resilin.cli import options, preflight, run
 from resilin.core.events import FaultEvent
 from resilin.engine import environment
 from resilin.telemetry.read import read_events
+from tests import forked
 
 TIMEOUT = 60
 WORKER = """
@@ -47,7 +48,7 @@ def job(tmp_path):
         script.write_text(WORKER + code)
         command = [sys.executable, "-m", "resilin.cli", "run", *options]
         agents.append(
-            subprocess.Popen(
+            forked.Popen(
                 [*command, script, tmp_path / "out", *arguments],
                 cwd=tmp_path,
                 env={**clean_environment(), environment.RUN_DIR: "off", **env},
@@ -324,7 +325,7 @@ parameters = RendezvousParameters("c10d", "{endpoint}", "job7", 1, 2, is_host=Fa
 get_rendezvous_handler(parameters).next_rendezvous()
 os._exit(0)
 """
-    subprocess.run([sys.executable, "-c", goes], check=True, timeout=TIMEOUT)
+    forked.run([sys.executable, "-c", goes], check=True, timeout=TIMEOUT)
     status, lines = ends(stays)
     assert status == 0, lines
     assert "an agent left before ranks were assigned: repeating the rendezvous" in lines[1]

@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 LIVES = 14
@@ -134,7 +135,7 @@ def results(module: str, folder: Path, names: Sequence[str], timeout: float) -> 
     """
     command = [sys.executable, "-m", "tests.integrations.lives", module, str(folder), *names]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = forked.run(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=timeout
     )
     assert done.returncode == 0, done.stderr[-5000:]

@@ -34,6 +34,7 @@ from tests.integrations.parts import (
     whole_steps,
 )
 
+PRELOAD = ("resilin.integrations.accelerate",)
 ONCE = Counter(range(SAMPLES))
 TOTAL = SAMPLES // 8
 TRACE = "step,batchsize\n0,8\n3,32\n5,7\n"

@@ -36,6 +36,8 @@ from tests.integrations.sharded_home import (
     worst_error,
 )
 
+PRELOAD = ("resilin.integrations.accelerate",)
+
 
 def accelerator(version=2, *, state="SHARDED_STATE_DICT", **settings):
     forget()

@@ -38,10 +38,12 @@ from resilin.integrations.lightning import (  # noqa: E402
     JobState,
     setup,
 )
+from tests import forked  # noqa: E402
 from tests.replicas import assert_identical, gathered  # noqa: E402
 from tests.training.data.numbered import Numbered  # noqa: E402
 
 # What Lightning says of itself, of this machine, and of small datasets.
+PRELOAD = ("lightning.pytorch", "torchmetrics", "resilin.integrations.lightning")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -636,7 +638,7 @@ def test_a_lost_worker_costs_no_sample(tmp_path):
     job = Path(__file__).with_name("lightning_job.py")
     command = [sys.executable, "-m", "resilin.cli", "run", "--warm", "--nproc", "2", job, tmp_path]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "RESILIN_RUN_DIR": "off"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    done = forked.run(command, capture_output=True, text=True, timeout=240, env=env)
     assert done.returncode == 0, done.stderr
     files = tmp_path.glob("*.jsonl")
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,8 +20,10 @@ import resilin
 from resilin.engine import environment
 
 pytest.importorskip("lightning")
+from tests import forked
 from tests.integrations.lightning_kills import Killer, Lost, fit
 
+PRELOAD = ("lightning.pytorch", "torchmetrics", "resilin.integrations.lightning")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
@@ -211,7 +212,7 @@ def test_lost_workers_cost_no_validation_no_state_and_no_file(tmp_path):
     command = [sys.executable, "-m", "resilin.cli", "run", "--warm", "--nproc", "2"]
     command += [job, directory, words]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "RESILIN_RUN_DIR": "off"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    done = forked.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
     found = json.loads((directory / "result.json").read_text())
     assert found.pop("lives") == len(kills) + 1

@@ -40,6 +40,7 @@ from tests.integrations.sharded_home import (  # noqa: E402
     worst_error,
 )
 
+PRELOAD = ("lightning.pytorch", "torchmetrics", "resilin.integrations.lightning")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

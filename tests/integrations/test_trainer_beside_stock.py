@@ -31,6 +31,7 @@ from tests.integrations.parts import everywhere
 from tests.integrations.trainers import arguments
 
 LENGTH, WORDS, CLASSES, MICRO, STEPS, RATE = 6, 11, 3, 2, 3, 0.05
+PRELOAD = ("datasets", "transformers.trainer", "resilin.integrations.transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 
 

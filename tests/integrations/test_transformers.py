@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, default
 
 from resilin.core.events import StepEvent
 from resilin.integrations.transformers import ElasticTrainer
+from tests import forked
 from tests.integrations.parts import (
     LR,
     SAMPLES,
@@ -35,6 +36,7 @@ from tests.integrations.parts import (
 )
 from tests.integrations.trainers import StopAt, arguments, make
 
+PRELOAD = ("datasets", "transformers.trainer", "resilin.integrations.transformers")
 ONCE = Counter(range(SAMPLES))
 
 
@@ -309,7 +311,7 @@ def test_a_killed_worker_does_not_end_the_trainer():
     example = Path(__file__).parents[2] / "examples" / "huggingface_digits.py"
     command = [sys.executable, "-m", "resilin.cli", "run", "--warm", "--nproc", "2", str(example)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = forked.run(
         [*command, "--kill-at", "30"], capture_output=True, text=True, timeout=240, env=env
     )
     assert done.returncode == 0, done.stderr
@@ -323,6 +325,7 @@ def test_asked_to_be_live_the_trainer_says_why_not_and_a_kill_restarts_it():
     example = Path(__file__).parents[2] / "examples" / "huggingface_digits.py"
     command = [sys.executable, "-m", "resilin.cli", "run", "--live", "--warm", "--nproc", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Not forked: the worker has to see how the script imports the Trainer.
     done = subprocess.run(
         [*command, example, "--kill-at", "30"], capture_output=True, text=True, timeout=240, env=env
     )

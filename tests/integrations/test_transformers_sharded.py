@@ -36,6 +36,8 @@ from tests.integrations.sharded_home import (
 )
 from tests.integrations.trainers import StopAt, arguments
 
+PRELOAD = ("datasets", "transformers.trainer", "resilin.integrations.transformers")
+
 
 class Trainer(ElasticTrainer):
     def create_optimizer(self, model=None):

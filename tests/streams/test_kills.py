@@ -4,12 +4,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.streams import kill_job
 from tests.streams.kill_job import EPOCHS, STEPS, write_files
 
@@ -27,7 +27,7 @@ def start(folder, *launcher, faults=()):
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, *launcher, str(JOB)],
         env=environ,
         cwd=folder,

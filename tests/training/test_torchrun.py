@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.training.recovery_job import NUM_SAMPLES
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def agent(folder, *arguments, workers=2, warm=False, **env):
         {"RESILIN_MEMORY_DIR": str(folder / "memory"), "GLOO_SOCKET_IFNAME": "lo", **env}
     )
     log = (folder / "log").open("ab")
-    process = subprocess.Popen(
+    process = forked.Popen(
         [*command, *arguments], stdout=log, stderr=log, env=environ, start_new_session=True
     )
     try:
@@ -83,7 +83,7 @@ def expected(tmp_path_factory):
     """What the job comes to in one process that nobody disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed")
     environ = {**os.environ, "PYTHONPATH": PATH}
-    subprocess.run([sys.executable, str(JOB), str(folder)], check=True, timeout=60, env=environ)
+    forked.run([sys.executable, str(JOB), str(folder)], check=True, timeout=60, env=environ)
     return json.loads((folder / "result-0").read_text())
 
 

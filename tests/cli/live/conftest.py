@@ -11,6 +11,7 @@ import pytest
 
 from resilin.engine.authority.keeper import LocalKeeper
 from resilin.engine.authority.server import Server
+from tests import forked
 
 MEMBER = Path(__file__).with_name("member.py")
 SECRET = bytes(range(16))
@@ -38,7 +39,7 @@ class Process:
     """A member in a process."""
 
     def __init__(self, path, name):
-        self.process = subprocess.Popen(
+        self.process = forked.Popen(
             [sys.executable, str(MEMBER), path, name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -3,12 +3,13 @@
 import json
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 MEMBER = Path(__file__).with_name("churn_member.py")
 LONG = 60.0
@@ -28,7 +29,7 @@ class Launcher:
     def start(self):
         name = f"m{self.number}"
         self.number += 1
-        self.processes[name] = subprocess.Popen(
+        self.processes[name] = forked.Popen(
             [sys.executable, str(MEMBER), self.heard.path, name, str(self.directory)]
         )
         self.heard.server.expect(name, self.processes[name].pid)

@@ -2,10 +2,10 @@
 
 import os
 import re
-import subprocess
 import sys
 
 from resilin.cli.demo import JOB
+from tests import forked
 
 TIMEOUT = 110
 
@@ -13,7 +13,7 @@ TIMEOUT = 110
 def trained(tmp_path, *arguments):
     """Runs the command until it has used each sample once per epoch; returns what it said."""
     ours = ("RESILIN_", "PET_", "OMP_", "LOGLEVEL", "TORCH")
-    ended = subprocess.run(
+    ended = forked.run(
         [sys.executable, "-m", "resilin.cli", *arguments],
         cwd=tmp_path,
         env={name: value for name, value in os.environ.items() if not name.startswith(ours)},

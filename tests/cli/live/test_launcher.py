@@ -17,6 +17,7 @@ from resilin.engine import environment
 from resilin.engine.processes import process_gone, process_start
 from resilin.engine.stop import RESTART
 from resilin.telemetry.read import read_events
+from tests import forked
 
 TIMEOUT = 60
 MEMBER = "import signal\n" + (pathlib.Path(__file__).parent / "worker_script.py").read_text()
@@ -47,7 +48,7 @@ class Job:
         ours = ("RESILIN_", "PET_", "OMP_", "LOGLEVEL", "TORCH")
         clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         with open(self.directory / "errors", "w") as errors:
-            self.process = subprocess.Popen(
+            self.process = forked.Popen(
                 [
                     *command,
                     "--memory-dir",

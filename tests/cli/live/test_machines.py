@@ -3,12 +3,12 @@
 import ast
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.cli.live.etcd_process import EtcdProcess, until
 
 SCRIPT = Path(__file__).with_name("paced_job.py")
@@ -24,7 +24,7 @@ class Machine:
         command = ["run", "--live", "--warm", "--nproc", str(num_workers), "--rdzv-id", job]
         command += ["--membership", str(etcd.access), *more, str(SCRIPT)]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
+            self.process = forked.Popen(
                 [
                     sys.executable,
                     "-m",
@@ -79,9 +79,7 @@ def test_a_machine_joins_and_is_lost_and_so_is_etcd_for_a_while(tmp_path):
             machine.lose()
         etcd.kill()
     # As if nothing had happened.
-    subprocess.run(
-        [sys.executable, SCRIPT, tmp_path / "go", tmp_path / "end"], check=True, timeout=120
-    )
+    forked.run([sys.executable, SCRIPT, tmp_path / "go", tmp_path / "end"], check=True, timeout=120)
     ends = {path.name: ast.literal_eval(path.read_text()) for path in tmp_path.glob("end-*")}
     undisturbed = ends.pop("end-alone")[0]
     assert len(ends) == 2, ends.keys()

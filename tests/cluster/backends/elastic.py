@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from resilin.cluster.backends.base import Part
+from tests import forked
 from tests.cluster import sharing
 
 ROOT = Path(__file__).parents[3]
@@ -22,7 +23,7 @@ LIFE = uuid.uuid4().hex[:8]
 def serving_store() -> Iterator[str]:
     """The meeting place of all jobs, on no node."""
     command = [sys.executable, "-m", "resilin.cli", "store", "--host", "127.0.0.1", "--port", "0"]
-    store = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    store = forked.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert store.stdout is not None
         yield f"127.0.0.1:{store.stdout.readline().split()[-1]}"

@@ -273,6 +273,7 @@ def test_other_optimizers_keep_their_schedulers():
     assert [s.last_epoch for s in theirs] == [4 * TOTAL] * 2
 
 
+@pytest.mark.world_size(1)  # models of other tests may still have their gates
 @pytest.mark.filterwarnings(
     "ignore:Seems like `optimizer.step:UserWarning"
 )  # of torch's own copies
@@ -320,6 +321,7 @@ def test_a_scheduler_that_was_made_under_the_gate_works_without_it():
     assert scheduler.last_epoch == 1
 
 
+@pytest.mark.world_size(1)  # models of other tests may still have their gates
 def test_accumulate_makes_schedulers_wait_too():
     for made in ("before", "after"):
         net, optimizer = parts()

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 JOB = Path(__file__).with_name("job.py")
 EPOCHS = 3
@@ -35,9 +36,13 @@ def environment(tmp_path, settings):
 
 def run(tmp_path, settings, *arguments, replicas=3, live=True):
     """Runs the job, and returns what its members report at the end, and what was logged."""
-    kind = ["--live", "--warm", "--nproc", str(replicas)] if live else ["--nproc", str(replicas)]
+    kind = (
+        ["--live", "--warm", "--nproc", str(replicas)]
+        if live
+        else ["--warm", "--nproc", str(replicas)]
+    )
     command = [sys.executable, "-m", "resilin.cli", "run", *kind, "--run-dir", "off", *arguments]
-    done = subprocess.run(
+    done = forked.run(
         [*command, str(JOB)],
         env=environment(tmp_path, settings),
         cwd=tmp_path,
@@ -68,7 +73,7 @@ def undisturbed(tmp_path_factory):
         if key not in known:
             path = tmp_path_factory.mktemp("undisturbed")
             settings = {"features": sorted(features), "epochs": epochs}
-            subprocess.run(
+            forked.run(
                 [sys.executable, str(JOB)],
                 env=environment(path, settings),
                 check=True,

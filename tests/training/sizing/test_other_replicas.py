@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.training.sizing.sizes_job import NUM
 
 ROOT = Path(__file__).parents[3]
@@ -21,9 +21,9 @@ PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 def life(folder, policy, *, replicas, epochs):
     """The sizes of the steps of one life of the job, and that of the next step."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH, "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(replicas), str(JOB), str(folder), policy, str(epochs)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=80, env=env)
+    command = [sys.executable, "-m", "resilin.cli", "run", "--warm", "--run-dir", "off"]
+    command += ["--nproc", str(replicas), str(JOB), str(folder), policy, str(epochs)]
+    done = forked.run(command, capture_output=True, text=True, timeout=80, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     noted = json.loads((folder / f"epochs-{epochs}").read_text())
     assert noted["replicas"] == replicas

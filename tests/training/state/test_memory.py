@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -18,6 +17,7 @@ import torch
 from resilin.training.state import memory, memory_file
 from resilin.training.state.memory import MemoryCopies, Place
 from resilin.training.state.snapshot import Snapshot, Version, split
+from tests import forked
 
 ROOT = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 NAMES = "abcdefgh"
@@ -200,7 +200,7 @@ def run(code, *arguments, timeout=60):
     """Runs code that has the helpers of this module, in a process of its own."""
     root = Path(__file__).parents[__name__.count(".")]
     preamble = f"import sys\nsys.path.insert(0, {str(root)!r})\nfrom {__name__} import *\n"
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-c", preamble + textwrap.dedent(code), *map(str, arguments)],
         timeout=timeout,
         capture_output=True,

@@ -25,6 +25,7 @@ from resilin.training.state.memory import MemoryCopies, Place
 from resilin.training.state.memory_schedule import LONGEST_PAUSE, CopyInterval, MemorySchedule
 from resilin.training.state.registry import Registry
 from resilin.training.state.snapshot import Snapshot, Version
+from tests import forked
 from tests.training.recovery_job import Job
 
 SIZE = 100_000
@@ -361,7 +362,7 @@ def test_what_a_process_leaves_that_ends_while_its_thread_writes(tmp_path, where
     root = Path(__file__).parents[3]
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "PYTHONPATH": path, "RESILIN_MEMORY_DIR": str(directory)}
-    result = subprocess.run(
+    result = forked.run(
         [sys.executable, "-c", KILLED, where, "4"],
         env=env,
         capture_output=True,
@@ -439,7 +440,7 @@ def test_the_state_of_a_job_that_is_alive_is_not_taken(tmp_path, monkeypatch):
     monkeypatch.setenv("RESILIN_MEMORY_DIR", str(directory))
     monkeypatch.setattr(startup, "PATIENCE", 0.3)
     command = [sys.executable, "-c", textwrap.dedent(OTHER_JOB), str(directory)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    with forked.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         try:
             assert other.stdout.readline() == b"\n"
             message = f"process {other.pid} of another job .* this job .process {os.getpid()}"

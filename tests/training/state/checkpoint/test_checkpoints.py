@@ -2,7 +2,6 @@ import contextlib
 import logging
 import os
 import resource
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from resilin.training.state.checkpoint import CheckpointError, Checkpoints, CorruptCheckpoint
 from resilin.training.state.checkpoint.storage import LocalStorage
 from resilin.training.state.snapshot import Snapshot, Version
+from tests import forked
 from tests.training.state.checkpoint.snapshots import assert_same, flip, raw, recommit, snapshot
 
 MB = 1 << 20
@@ -174,7 +174,7 @@ def test_a_process_that_ends_writes_a_local_checkpoint_to_its_end(tmp_path):
         "tensors = {'x': torch.ones(1 << 22)}\n"
         "Checkpoints(sys.argv[1]).begin_save(Snapshot(Version(0, 7), {}, tensors))\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    forked.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
     assert steps(Checkpoints(tmp_path)) == [7]
 
 
@@ -189,7 +189,7 @@ def test_a_killed_save_leaves_the_older_commit_and_is_cleared_away(tmp_path):
         "LocalStorage.publish = lambda *args: os._exit(9)\n"
         "Checkpoints(sys.argv[1]).save(Snapshot(Version(0, 2), {}, {'x': torch.ones(4)}))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)
+    done = forked.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)
     assert done.returncode == 9
     assert len(os.listdir(tmp_path)) == 2
     assert steps(checkpoints) == [1]
@@ -271,7 +271,7 @@ if {waits}:
     except OSError:
         sys.exit(0)
 """
-    ended = subprocess.run(
+    ended = forked.run(
         [sys.executable, "-c", script],
         cwd=Path(__file__).parents[4],
         capture_output=True,
