@@ -17,6 +17,7 @@ it needs; it is counted, and not run:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
@@ -26,8 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,36 +128,57 @@ def _execute(page: Path, block: Block, namespace: dict[str, object]) -> None:
         )
 
 
-def run_page(page: Path) -> Counter[str] | None:
-    """The same in a process and a directory of its own; None if it failed."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="page-", ignore_cleanup_errors=True) as scratch:
-        shutil.copytree(ROOT / "examples", Path(scratch, "examples"))
-        # Jobs, process groups and signal handlers end with the process.
-        ended = subprocess.run([sys.executable, __file__, "--here", page], cwd=scratch)
-    if ended.returncode:
-        print(f"{page}: failed", flush=True)
-        return None
-    counts = Counter(block.needs or "run" for block in blocks(page, ("python", "bash")))
-    print(f"{page}: {counts['run']} blocks in {time.monotonic() - began:.1f} s", flush=True)
-    return counts
-
-
 def main(names: list[str]) -> int:
-    """Runs pages and says what was run; returns how many have failed."""
+    """Runs pages, several at once, and says what was run; returns how many have failed."""
     paths = [Path(name).resolve() for name in names] or pages()
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as threads:
-        counts = list(threads.map(run_page, paths))
-    total = sum((count for count in counts if count is not None), Counter[str]())
+    if len(paths) > 1:
+        # What nearly every page imports takes longer than most of them.
+        import torch._dynamo  # noqa: F401
+
+        import resilin.training.parallel  # noqa: F401
+    total: Counter[str] = Counter()
+    waiting, running, failed = paths[::-1], {}, 0
+    while waiting or running:
+        while waiting and len(running) < min(4, os.cpu_count() or 1):
+            page = waiting.pop()
+            running[_start(page)] = page, time.monotonic()
+        pid, status = os.wait()
+        page, began = running.pop(pid)
+        if status:
+            print(f"{page}: failed", flush=True)
+            failed += 1
+            continue
+        counts = Counter(block.needs or "run" for block in blocks(page, ("python", "bash")))
+        print(f"{page}: {counts['run']} blocks in {time.monotonic() - began:.1f} s", flush=True)
+        total += counts
     ran = total.pop("run", 0)
     print(f"{len(paths)} pages: {ran} blocks run, {total.total()} not")
     for need, count in total.most_common():
         print(f"  {count} need {need}")
-    return counts.count(None)
+    return failed
+
+
+def _start(page: Path) -> int:
+    """Starts a page in a process and a directory of its own, with which all that it does ends."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        with tempfile.TemporaryDirectory(prefix="page-", ignore_cleanup_errors=True) as scratch:
+            shutil.copytree(ROOT / "examples", Path(scratch, "examples"))
+            os.chdir(scratch)
+            sys.path[0] = scratch
+            check(page)
+            code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--here"]:
-        check(Path(sys.argv[2]))
-    else:
-        sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

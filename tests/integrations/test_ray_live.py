@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests import forked
 from tests.integrations import ray_live_job as job_file
 
 # The cluster is made by whichever test asks for it first.
@@ -47,7 +48,7 @@ def undisturbed():
     command[-1] += "print(json.dumps(job.train(None)))"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "RESILIN_RUN_DIR": "off"}
     root = Path(__file__).parents[2]
-    done = subprocess.run(
+    done = forked.run(
         command, capture_output=True, text=True, timeout=200, env=env, cwd=root, check=True
     )
     return json.loads(done.stdout)

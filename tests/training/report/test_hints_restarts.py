@@ -39,7 +39,8 @@ def variables(server):
 
 @pytest.mark.parametrize("options", [[], ["--sharded"]], ids=["whole", "sharded"])
 def test_a_restart_by_an_agent_is_measured_and_known_to_the_next_one(tmp_path, server, options):
-    with agent(tmp_path, "--pause", "0.1", *options, **variables(server)) as process:
+    warm = bool(options)  # both ways
+    with agent(tmp_path, "--pause", "0.1", *options, warm=warm, **variables(server)) as process:
         wait_for(lambda: step_of(tmp_path) >= 9, tmp_path)
         assert server.hints[-1].rescale_seconds is None
         kill(note(tmp_path, 0, 1)["pid"], signal.SIGKILL)
