@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -65,6 +66,7 @@ class Popen(subprocess.Popen):
                 dict(os.environ if said["env"] is None else said["env"]),
                 os.fspath(said["cwd"] or os.getcwd()),
                 said["start_new_session"],
+                signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
                 [Handed(own if own != -1 else number) for number, own in enumerate(pipes)],
             ),
         )
@@ -130,7 +132,12 @@ RUN = {"-m": _module, "-c": _code}
 
 
 def _main(
-    command: list[str], environ: dict[str, str], cwd: str, session: bool, fds: list[int]
+    command: list[str],
+    environ: dict[str, str],
+    cwd: str,
+    session: bool,
+    deaf: bool,
+    fds: list[int],
 ) -> None:
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
@@ -140,6 +147,8 @@ def _main(
         stream.reconfigure(line_buffering=True)
     if session:
         os.setsid()
+    # What is ignored stays so in a new program.
+    signal.signal(signal.SIGINT, signal.SIG_IGN if deaf else signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(cwd)
@@ -154,9 +163,22 @@ def _main(
     np.random.seed()
     how = RUN.get(command[0], _script)
     sys.argv = command if how is _script else command[1:]
-    how(sys.argv[0])
+    code: object = 0
+    interrupted = False
+    try:
+        how(sys.argv[0])
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
     # Children of multiprocessing exit without running these.
     run_exit_functions()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    raise SystemExit(code)
 
 
 def _keep_template() -> None:

@@ -22,8 +22,9 @@ EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 
 def run(*args: object) -> str:
     # One thread: examples are small, and several may run at once. Ray would make its workers wait
-    # for all others.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
+    # for all others, and join a cluster of another test.
+    ray = {"RAY_worker_niceness": "0", "RAY_ADDRESS": "local"}
+    env = {**os.environ, **ray, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, args)]
     # Not those of Ray, which has threads and processes of its own.
     start = subprocess.run if "ray" in str(args[0]) else forked.run

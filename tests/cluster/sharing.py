@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -22,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests import world
-from tests.cluster import sharing_job
+from tests import forked
 from tests.cluster.sharing_job import HURRY, NUM_SAMPLES
 
 if TYPE_CHECKING:
@@ -137,33 +135,16 @@ def assert_as_undisturbed(folder: Path, *, epochs: int, seed: int) -> None:
 
 @functools.cache
 def undisturbed(*, epochs: int, seed: int) -> dict[str, Any]:
-    """The same job in one process that nobody touches: its steps and parameters.
-
-    The process is forked from one that has imported torch: it takes longer to start than to train.
-    """
+    """The same job in one process that nobody touches: its steps and parameters."""
     with tempfile.TemporaryDirectory() as folder:
-        world.start_fork_server()
-        arguments = [folder, "--epochs", str(epochs), "--seed", str(seed)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RESILIN_RUN_DIR": "off"}
-        process = multiprocessing.get_context("forkserver").Process(
-            target=_alone, args=(arguments, environment)
+        forked.run(
+            [sys.executable, JOB, folder, "--epochs", str(epochs), "--seed", str(seed)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RESILIN_RUN_DIR": "off"},
+            check=True,
+            timeout=LIMIT,
         )
-        process.start()
-        try:
-            process.join(LIMIT)
-            assert process.exitcode == 0, f"an undisturbed run ended with {process.exitcode}"
-        finally:
-            process.kill()
-            process.join()
         state: dict[str, Any] = torch.load(Path(folder, "final.pt"))
     return state
-
-
-def _alone(arguments: list[str], environment: dict[str, str]) -> None:
-    os.environ.clear()  # those of the fork server are old
-    os.environ.update(environment)
-    sys.argv = [str(JOB), *arguments]
-    sharing_job.main()
 
 
 def sharing_launch(
