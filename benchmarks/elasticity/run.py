@@ -3,7 +3,7 @@
     python benchmarks/elasticity/run.py                  # all contenders, about 40 minutes
     python benchmarks/elasticity/run.py --only torchrun  # this one anew, merged into the JSON
     python benchmarks/elasticity/run.py --more           # one turn more, added to the JSON
-    python benchmarks/elasticity/run.py --quick --check  # resilin and torchrun, about a minute
+    python benchmarks/elasticity/run.py --quick --check  # resilin alone, about a minute
 
 `docs/elasticity.md` says what is measured and how. Each contender has a small script in
 `contenders/`, and a few lines in `launch.py`.
@@ -36,7 +36,7 @@ OUT = ROOT / "docs" / "figures" / "elasticity.json"
 NUM_SAMPLES, BATCH = 1797, 60
 EPOCHS, PAUSE = 12, 0.005
 QUICK_EPOCHS, QUICK_GAP = 4, (4.0, 6.0)
-QUICK = ("resilin live", "resilin restart", "torchrun")
+QUICK = ("resilin live", "resilin restart")
 LIMIT, QUICK_LIMIT = 150.0, 180.0
 """Seconds after which a run is given up."""
 SPOT = "capacity/gcp_spot_a100.csv"

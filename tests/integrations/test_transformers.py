@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -319,19 +318,6 @@ def test_a_killed_worker_does_not_end_the_trainer():
     # last log, random numbers) was kept: the step is made again.
     assert "at step 29 from memory" in done.stderr
     assert float(done.stdout.split()[-1]) > 0.88
-
-
-def test_asked_to_be_live_the_trainer_says_why_not_and_a_kill_restarts_it():
-    example = Path(__file__).parents[2] / "examples" / "huggingface_digits.py"
-    command = [sys.executable, "-m", "resilin.cli", "run", "--live", "--warm", "--nproc", "2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    # Not forked: the worker has to see how the script imports the Trainer.
-    done = subprocess.run(
-        [*command, example, "--kill-at", "30"], capture_output=True, text=True, timeout=240, env=env
-    )
-    assert done.returncode == 0, done.stderr
-    assert "not live: a live job needs a loop of your own" in done.stderr
-    assert "at step 29 from memory" in done.stderr
 
 
 def test_the_progress_bar_ends_where_the_run_does(tmp_path):

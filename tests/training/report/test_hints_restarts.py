@@ -39,8 +39,7 @@ def variables(server):
 
 @pytest.mark.parametrize("options", [[], ["--sharded"]], ids=["whole", "sharded"])
 def test_a_restart_by_an_agent_is_measured_and_known_to_the_next_one(tmp_path, server, options):
-    warm = bool(options)  # both ways
-    with agent(tmp_path, "--pause", "0.1", *options, warm=warm, **variables(server)) as process:
+    with agent(tmp_path, "--pause", "0.1", *options, warm=True, **variables(server)) as process:
         wait_for(lambda: step_of(tmp_path) >= 9, tmp_path)
         assert server.hints[-1].rescale_seconds is None
         kill(note(tmp_path, 0, 1)["pid"], signal.SIGKILL)
@@ -51,7 +50,7 @@ def test_a_restart_by_an_agent_is_measured_and_known_to_the_next_one(tmp_path, s
     generations = [each.generation for each in server.hints]
     assert generations == sorted(generations)
     assert set(generations) == {0, 1, 2}
-    # Processes of torch take longer to start than a step, and the test does not last for minutes.
+    # A rendezvous takes longer than a step, and the test does not last for minutes.
     assert 0.2 < first < 200
     last = server.hints[-1]
     assert (last.steps, last.replicas, last.profiled, last.total) == (28, 2, 2, 28.0)
