@@ -44,6 +44,8 @@ def records(path: Path) -> Iterator[Any]:
         at += FRAME.size
         record += data[at : at + length]
         at += length
+        if at > len(data):
+            return  # the rest is not written yet
         if part in (1, 4):  # a whole record, or the last part of one
             yield wandb_internal_pb2.Record.FromString(record)
             record = b""
@@ -53,7 +55,7 @@ def rows(run: Any, directory: Path) -> list[dict[str, Any]]:
     """Finishes a run, and reads all rows of its history."""
     run.finish()
     (path,) = directory.glob(f"wandb/offline-run-*/run-{run.id}.wandb")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     # The service writes the file, and is not waited for.
     while not (found := list(records(path))) or found[-1].WhichOneof("record_type") != "exit":
         assert time.monotonic() < deadline, f"{path} has no end"
