@@ -340,6 +340,21 @@ def test_accumulate_makes_schedulers_wait_too():
     assert "optimizer" not in vars(lrs.LRScheduler)
 
 
+@pytest.mark.world_size(1)  # it changes what the collector knows
+def test_a_scheduler_that_was_frozen_is_found():
+    net, optimizer = parts()
+    scheduler = lrs.StepLR(optimizer, 1)
+    gc.freeze()
+    resilin.accumulate(optimizer, 4)
+    x, y = data().tensors
+    for _ in range(12):
+        F.mse_loss(net(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert scheduler.last_epoch == 3
+
+
 def test_a_scheduler_that_nobody_holds_is_let_go():
     net, optimizer = parts()
     model = resilin.AdaptiveDataParallel(net, optimizer, rule="constant")

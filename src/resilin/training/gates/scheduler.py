@@ -150,8 +150,12 @@ class SchedulerGate:
 def schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
     """All living schedulers of an optimizer, nested ones included.
 
-    An optimizer does not know its schedulers, so this looks through all objects: once per gate.
+    An optimizer does not know its schedulers, so this looks through all objects: once per gate. A
+    `ReduceLROnPlateau` in objects that `gc.freeze` has put aside is not found.
     """
+    # Nothing lists what a script has frozen. Schedulers, but for one kind, leave a trace.
+    if gc.get_freeze_count() and any("initial_lr" in group for group in optimizer.param_groups):
+        gc.unfreeze()
     kinds = set(_kinds(LRScheduler))
     everything: list[Any] = gc.get_objects()
     # Without a line of Python per object: a process has a million of them. By type() and not
