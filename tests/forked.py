@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import gc
 import inspect
 import json
@@ -24,12 +25,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import traceback
 from multiprocessing import process, reduction, util
 from typing import Any
 
-from resilin.compat.python_names import run_exit_functions
+from resilin.cli.warm import run_program
 from tests import world
 
 
@@ -70,7 +70,6 @@ class Popen(subprocess.Popen):
                 [Handed(own if own != -1 else number) for number, own in enumerate(pipes)],
             ),
         )
-        self._reaped = threading.Lock()
         self._forked.start()
         self.pid = self._forked.pid
         self._child_created = True
@@ -80,9 +79,8 @@ class Popen(subprocess.Popen):
         )
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
-        with self._reaped:
-            if self.returncode is None:
-                self.returncode = self._forked.exitcode
+        if self.returncode is None:
+            self.returncode = self._forked.exitcode
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int:
@@ -143,8 +141,6 @@ def _main(
         os.dup2(fd, number)
         os.close(fd)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)
     if session:
         os.setsid()
     # What is ignored stays so in a new program.
@@ -153,32 +149,19 @@ def _main(
     os.environ.update(environ)
     os.chdir(cwd)
     # The main program, for all that it can see.
-    multiprocessing.set_start_method(None, force=True)
     process._parent_process = None
     gc.freeze()
     if "--warm" in command or "demo" in command:
         _keep_template()
-    import numpy as np
-
-    np.random.seed()
     how = RUN.get(command[0], _script)
     sys.argv = command if how is _script else command[1:]
-    code: object = 0
-    interrupted = False
     try:
-        how(sys.argv[0])
-    except SystemExit as ended:
-        code = ended.code
-    except BaseException as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = 1
-    # Children of multiprocessing exit without running these.
-    run_exit_functions()
-    if interrupted:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    raise SystemExit(code)
+        run_program(functools.partial(how, sys.argv[0]))
+    except SystemExit:
+        if getattr(sys, "last_type", None) is KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        raise
 
 
 def _keep_template() -> None:

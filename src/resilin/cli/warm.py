@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from multiprocessing import forkserver
 
 from resilin.compat.python_names import run_exit_functions
@@ -50,6 +51,15 @@ def run_script(script: str, *arguments: str) -> None:
     """
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    run_program(lambda: runpy.run_path(script, run_name="__main__"))
+
+
+def run_program(program: Callable[[], object]) -> None:
+    """Run a function in this process, which was forked, as if it were the main program.
+
+    Raises:
+        SystemExit: It ended with an exit code other than 0, or failed.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     import numpy as np
@@ -61,7 +71,7 @@ def run_script(script: str, *arguments: str) -> None:
     multiprocessing.set_start_method(None, force=True)
     code: object = None
     try:
-        runpy.run_path(script, run_name="__main__")
+        program()
     except SystemExit as ended:
         code = ended.code
     except BaseException:

@@ -321,6 +321,17 @@ def test_a_scheduler_that_was_made_under_the_gate_works_without_it():
     assert scheduler.last_epoch == 1
 
 
+def assert_waits_for_four(net, optimizer, scheduler):
+    """The scheduler counts one step for four micro-batches."""
+    x, y = data().tensors
+    for _ in range(12):
+        F.mse_loss(net(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert scheduler.last_epoch == 3
+
+
 @pytest.mark.world_size(1)  # models of other tests may still have their gates
 def test_accumulate_makes_schedulers_wait_too():
     for made in ("before", "after"):
@@ -328,13 +339,7 @@ def test_accumulate_makes_schedulers_wait_too():
         scheduler = lrs.StepLR(optimizer, 1) if made == "before" else None
         resilin.accumulate(optimizer, 4)
         scheduler = scheduler or lrs.StepLR(optimizer, 1)
-        x, y = data().tensors
-        for _ in range(12):
-            F.mse_loss(net(x), y).backward()
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        assert scheduler.last_epoch == 3
+        assert_waits_for_four(net, optimizer, scheduler)
         resilin.accumulate(optimizer, 1)
         assert type(scheduler) is lrs.StepLR
     assert "optimizer" not in vars(lrs.LRScheduler)
@@ -346,13 +351,7 @@ def test_a_scheduler_that_was_frozen_is_found():
     scheduler = lrs.StepLR(optimizer, 1)
     gc.freeze()
     resilin.accumulate(optimizer, 4)
-    x, y = data().tensors
-    for _ in range(12):
-        F.mse_loss(net(x), y).backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    assert scheduler.last_epoch == 3
+    assert_waits_for_four(net, optimizer, scheduler)
 
 
 def test_a_scheduler_that_nobody_holds_is_let_go():
