@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from tests import world
+from tests import examples, world
 
 DEADLINE = pytest.StashKey[float]()
 ALSO = pytest.StashKey[tuple[str, ...]]()
@@ -33,6 +33,10 @@ MARKER = (
     "world_size(n, init=True): run the test in n gloo processes with a torch thread each, and,"
     " unless init is False, with the process group initialised before the fixtures are set up."
 )
+
+PARTS = ("torch", "docs", "benchmarks", "clusters", "torture", "frameworks", "jobs", "mutations")
+NIGHTLY = "nightly(part): left out of the gate, and run by this part of `.ci/nightly`."
+PROCESSES = "processes: starts programs or servers; `.ci/quick` leaves it out."
 
 TESTS = Path(__file__).parent
 FIRST = (
@@ -72,7 +76,6 @@ FIRST = (
     "lab/test_branch.py",
     "test_world_size.py",
     "cluster/controller/test_crashes.py",
-    "test_contributing.py",
     "fuzz/test_fuzz.py",
 )
 """Files that take longest, longest first. Where two workers take files in turn, one of these at the
@@ -92,12 +95,20 @@ def interruptible() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    examples.load_profile()
     config.addinivalue_line("markers", MARKER)
+    config.addinivalue_line("markers", NIGHTLY)
+    config.addinivalue_line("markers", PROCESSES)
     # Jobs write down what happens where a test asks for it, and nowhere else.
     os.environ.setdefault("RESILIN_RUN_DIR", "off")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for mark in item.iter_markers("nightly"):
+            if mark.args or mark.kwargs.get("part") not in PARTS:
+                told = f"{item.nodeid}: mark.nightly takes part=, one of {PARTS}"
+                raise pytest.UsageError(told)
     places = {TESTS / name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 

@@ -47,7 +47,7 @@ def test_there_are_docstring_examples():
 def test_every_block_of_every_page_is_understood():
     # They are run by `.ci/stranger`, from the wheel, and by `python docs/blocks.py`.
     found = [block for page in pages() for block in blocks(page, ("python", "bash"))]
-    assert sum(block.needs is None for block in found) > 100
+    assert any(block.needs is None for block in found)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)

@@ -20,8 +20,6 @@ from docs.llms import Entry, configuration, pages
 
 ROOT = Path(__file__).parents[1]
 NAV: list[Entry] = configuration()["nav"]
-MOST = 8
-"""Entries that a visitor sees at once, at most."""
 DIFFS = {
     f"{page.name}-{number}": textwrap.dedent(found)
     for page in (ROOT / "README.md", DOCS / "index.md")
@@ -36,27 +34,6 @@ SHORT = {
     "storage": "resilin.integrations.ray:storage",
 }
 """Names that the pages import, and their places."""
-
-
-def levels(entries: list[Entry]) -> list[list[Entry]]:
-    """Every list of entries that can be open at once."""
-    below = [value for entry in entries if isinstance(entry, dict) for value in entry.values()]
-    return [
-        entries,
-        *(level for value in below if isinstance(value, list) for level in levels(value)),
-    ]
-
-
-def test_no_list_of_entries_is_longer_than_eight():
-    assert len(NAV) <= MOST
-    long = [level for level in levels(NAV) if len(level) > MOST]
-    assert not long, long
-
-
-def test_sections_are_closed_until_somebody_opens_them():
-    features = configuration()["theme"]["features"]
-    assert "navigation.tabs" in features
-    assert not {"navigation.sections", "navigation.expand"} & set(features)
 
 
 def test_every_page_is_in_the_navigation_once():

@@ -13,13 +13,14 @@ if not (ROOT / ".ci").is_dir():
     pytest.skip("the source archive has no gate", allow_module_level=True)
 
 
-def pinned(script: str) -> str:
-    """The one version of torch that a script of the gate installs."""
-    (found,) = set(re.findall(r"torch==([\d.]+\d)", (ROOT / ".ci" / script).read_text()))
+def pinned(end: str) -> str:
+    """The version of torch at one end of the range, as the scripts install it."""
+    text = (ROOT / ".ci" / "common.sh").read_text()
+    (found,) = re.findall(rf"^{end}_TORCH=torch==([\d.]+\d)$", text, re.MULTILINE)
     return found
 
 
-OLDEST, NEWEST = pinned("run"), pinned("stranger")
+OLDEST, NEWEST = pinned("OLDEST"), pinned("NEWEST")
 
 
 def minor(version: str) -> str:

@@ -3,7 +3,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from resilin.cli import plan
@@ -69,7 +69,6 @@ def test_bounds_that_contradict_each_other_are_wrong_usage(capsys):
     assert "--min-local (65) must be at most --max-local (64)" in capsys.readouterr().err
 
 
-@settings(deadline=None)
 @given(st.integers(1, 500), st.integers(1, 64), st.integers(1, 40))
 def test_the_numbers_are_those_of_the_plan_itself(batch, max_local, replicas):
     bounds = BatchBounds(local_bsz_bounds=(0, max_local))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from resilin.core.chunk_dealing import Dealing, ranges_kept
+from resilin.core.chunk_dealing import Dealing, keepers, ranges_kept
 from resilin.core.chunk_reading import Pieces, readers, spare
 from resilin.core.mesh_spread import Spread
 from resilin.core.placement import Placement, check_split, overlap
@@ -107,6 +107,7 @@ def test_a_range_is_kept_by_so_many_holders(num, copies):
     for each in range(num):
         assert sum(each in ranges for ranges in kept) == min(copies, num)
         assert each in kept[each]
+        assert keepers(each, num, copies) == tuple(h for h in range(num) if each in kept[h])
 
 
 def test_pieces_that_overlap_are_found_among_many():

@@ -4,7 +4,7 @@ import math
 from types import MappingProxyType
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from resilin.core.events import (
@@ -25,6 +25,7 @@ from resilin.core.events import (
     from_json,
     to_json,
 )
+from tests.examples import examples
 
 STEP = StepEvent(
     time=1.5,
@@ -192,7 +193,7 @@ json_values = st.recursive(
 field_names = sorted({f.name for kind in EVENTS.values() for f in dataclasses.fields(kind)})
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     st.text()
     | st.binary()
@@ -260,7 +261,7 @@ PIECES += [
 ]
 
 
-@settings(max_examples=4000)
+@examples(4000)
 @given(st.binary(min_size=10, max_size=10))
 def test_a_line_with_any_changes_is_an_event_or_the_documented_error(choices):
     line = WHOLE[choices[0] % len(WHOLE)]

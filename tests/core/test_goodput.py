@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from resilin.core._solver import Problem, Steps
@@ -14,6 +14,7 @@ from resilin.core.goodput import best_goodput, best_plan, efficiency, goodput
 from resilin.core.noise import Noise, gain
 from resilin.core.plan import BatchBounds, PlanError
 from resilin.core.throughput import PARAMETERS, SyncShape, ThroughputModel
+from tests.examples import examples
 
 DATA = Path(os.environ.get("RESILIN_DATA", Path(__file__).parents[3] / "shared" / "data"))
 needs_data = pytest.mark.skipif(
@@ -348,7 +349,7 @@ step_times = st.builds(
 )
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.lists(step_times, min_size=1, max_size=8))
 def test_any_measurements_give_a_finite_model(steps):
     fitted = fit(steps)

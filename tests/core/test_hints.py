@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from resilin.core.answer import Answer
@@ -21,6 +21,7 @@ from resilin.core.hints import VERSION, GoodputTable, HintsError, JobHints, Spee
 from resilin.core.noise import Noise
 from resilin.core.plan import BatchBounds
 from resilin.core.throughput import ThroughputModel
+from tests.examples import examples
 
 MODEL = ThroughputModel(
     compute_start=0.01,
@@ -388,7 +389,7 @@ def places(value, path=()):
 FULL = replace(HINTS.with_speedup(4), job="a", tables=(TABLE,)).to_json()
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(st.sampled_from(sorted(places(FULL))), junk, st.booleans())
 def test_hints_with_a_field_of_garbage_are_read_or_refused(path, value, cut):
     told = json.loads(json.dumps(FULL))

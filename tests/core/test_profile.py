@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from resilin.core.fit import StepTime, fit
 from resilin.core.profile import HALF_LIFE, MAX_KEYS, WINDOW, StepProfile
+from tests.examples import examples
 
 STEP = StepTime(hosts=1, replicas=2, local_bsz=32, compute_seconds=0.1, sync_seconds=0.02)
 
@@ -147,7 +148,7 @@ def test_the_largest_batch_is_that_of_the_same_number_of_replicas():
     assert profile.largest_batch(4) == 0
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(profiles, st.lists(step_times, max_size=5))
 def test_a_checkpoint_restores_all_of_it(profile, later):
     restored = StepProfile.from_state(json.loads(json.dumps(profile.state())))

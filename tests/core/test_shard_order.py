@@ -2,7 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from resilin.core.shard_order import (
@@ -60,7 +60,6 @@ lengths_of_shards = st.lists(st.integers(0, 12), min_size=1, max_size=12)
     epoch=st.integers(0, 3),
     ahead=st.sets(st.integers(0, 11)),
 )
-@settings(deadline=None)
 def test_any_history_of_batches_and_replicas_has_the_plain_order(
     truth, steps, seed, shuffle, epoch, ahead
 ):

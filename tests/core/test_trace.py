@@ -3,17 +3,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from resilin.core.trace import TRACE_ENDS, BatchTrace, CapacityTrace, TraceError, parse_trace
+from tests.examples import examples
 
 DATA = Path(os.environ.get("RESILIN_DATA", Path(__file__).parents[3] / "shared" / "data"))
 needs_data = pytest.mark.skipif(
     not (DATA / "capacity").is_dir(), reason=f"the public traces are not at {DATA}"
 )
-# Files come from anywhere: over 10,000 examples of them are read, where others get 100.
-FUZZ = settings().max_examples
 
 
 @st.composite
@@ -167,13 +166,13 @@ def read_every_way(text):
             assert BatchTrace.parse(batches.format(), end=end) == batches
 
 
-@settings(max_examples=55 * FUZZ)
+@examples(5500)
 @given(st.text(max_size=40) | st.binary(max_size=40).map(lambda raw: raw.decode("latin-1")))
 def test_whatever_is_in_the_file_only_the_documented_error_comes_out(text):
     read_every_way(text)
 
 
-@settings(max_examples=30 * FUZZ)
+@examples(3000)
 @given(
     st.sampled_from(["step,batchsize", "time,replicas", ",Time,GPUs"]),
     st.text('0123456789,.-+e_"\n'),
@@ -196,7 +195,7 @@ EDITS = st.tuples(
 )
 
 
-@settings(max_examples=16 * FUZZ)
+@examples(1600)
 @given(st.sampled_from(WRITTEN), st.lists(EDITS, min_size=1, max_size=2))
 def test_whatever_a_good_file_is_changed_into_only_the_documented_error_comes_out(text, edits):
     for place, length, new in edits:
@@ -219,7 +218,7 @@ def steps_one_by_one(trace, local_bsz, step_seconds):
     return sizes
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), max_size=12),
     st.integers(0, 3),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from resilin.core.fit import StepTime
@@ -18,6 +18,7 @@ from resilin.core.plan import BatchBounds, PlanError
 from resilin.core.profile import StepProfile
 from resilin.core.throughput import ThroughputModel
 from resilin.core.tuner import Decision, Tuner
+from tests.examples import examples
 
 MODEL = ThroughputModel(
     compute_start=0.05,
@@ -158,6 +159,11 @@ def test_it_grows_by_at_most_two_over_what_was_run_with_these_replicas():
     )
     assert decision.batch_size <= size
     assert max(item.batch_size for item in decision.candidates) == size
+    # Also where the bounds would leave room.
+    decision = TUNER.decide(
+        profile=job.profile, noise=job.noise, hosts=4, replicas=15, batch_size=256
+    )
+    assert max(item.batch_size for item in decision.candidates) == 256
 
 
 def test_while_the_noise_is_unknown_it_does_not_exceed_the_reference_batch():
@@ -270,7 +276,7 @@ def test_candidates_carry_measured_times_where_there_are_any():
     assert decision.batch_size < 256
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(
     st.floats(0.0, 6.0),
     st.sampled_from([(1, 1), (1, 3), (2, 8)]),
@@ -307,7 +313,7 @@ bounds_strategy = st.builds(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @example(BatchBounds(6, (3, 4)), 5, 1, 1, None, [], 0.0)
 @example(BatchBounds(2, (0, 1)), 3, 2, 1, None, [], 0.0)
 @given(

@@ -6,11 +6,10 @@ The engine is scripted, the rest is real; see `scripted`.
 import gc
 import itertools
 import logging
-import os
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import resilin
@@ -18,9 +17,9 @@ from resilin.core.membership import change
 from resilin.core.stream import Ownership
 from resilin.training.data.cursor import SampleCursor
 from tests.engine.scripted import Event, Numbers, World, times_due, times_used, training
+from tests.examples import examples
 
 STEADY = Event()
-EXAMPLES = max(1, 6 * int(os.environ.get("EXAMPLES", 100)) // 10)
 """Fewer than the tests of the core have: each example trains a job."""
 
 
@@ -75,7 +74,7 @@ def histories(draw):
     return size, events
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@examples(60)
 @given(histories(), st.integers(1, 50), st.integers(4, 12), st.none() | st.integers(1, 5))
 def test_each_sample_is_used_once_whatever_happens(history, num_samples, batch_size, limit):
     size, events = history

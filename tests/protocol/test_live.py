@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilin.core import live
-from resilin.core.forming import heal, is_broken, next_move
+from resilin.core.forming import all_have_seen, heal, is_broken, next_move
 from resilin.core.live import (
     Authority,
     Form,
@@ -182,6 +182,10 @@ def shown(authority):
 
 def test_generations_are_numbered_above_every_saved_state():
     assert Authority.start("one", [Member(name="a")], above=7).roster.generation == 8
+
+
+def test_a_planned_change_waits_until_all_have_seen_it():
+    assert [all_have_seen(votes, 3) for votes in range(4)] == [False, False, False, True]
 
 
 def test_joiners_wait_for_a_formed_generation_and_come_all_at_once():

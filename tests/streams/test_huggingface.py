@@ -8,12 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from datasets.distributed import split_dataset_by_node
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torch.utils.data import IterableDataset as TorchIterable
 
 from resilin.streams import HuggingFaceStream, Packed, Shuffled
+from tests.examples import examples
 from tests.streams.sources import check_resumes, plain, read
 
 LENGTHS = (5, 0, 7, 3)
@@ -131,7 +132,7 @@ def test_a_shard_continues_at_any_place(kind, steps, folder):
 
 
 @given(st.sampled_from(list(EXACT)), st.integers(1, 3), st.integers(0, 2), st.lists(st.integers(0)))
-@settings(max_examples=30)
+@examples(30)
 def test_any_shard_continues_at_any_place(steps, num_shards, epoch, places):
     stream = HuggingFaceStream(EXACT[steps](source("memory", None)), num_shards)
     for shard in range(num_shards):

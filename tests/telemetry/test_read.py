@@ -7,7 +7,7 @@ import threading
 import tracemalloc
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from resilin.core.events import (
@@ -23,6 +23,7 @@ from resilin.telemetry.log import EventLog
 from resilin.telemetry.read import Damage, Follower, Lines, last_event, read_events
 from resilin.telemetry.run import Run
 from resilin.telemetry.segments import Part, list_files
+from tests.examples import examples
 from tests.telemetry.test_log import STEP, fault, step
 from tests.telemetry.test_run import start, use
 
@@ -329,14 +330,14 @@ def check(text):
     return events, damage
 
 
-@settings(max_examples=3000, deadline=None)
+@examples(3000)
 @given(st.binary(min_size=17, max_size=17))
 def test_changed_files_give_events_and_damage_and_nothing_else(choices):
     events, damage = check(mutated(choices))
     use(Run.from_events(events, damage=damage))
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 @given(st.binary(max_size=100) | st.binary(max_size=100).map(lambda text: text + b"\n"))
 def test_any_bytes_give_events_and_damage_and_nothing_else(text):
     check(text)
@@ -347,7 +348,7 @@ VALUES += [[], {}, [[]], {"a": 1}, {"a": "nan"}, {"a": None}, [{"batch_size": 1}
 FIELDS = [json.loads(line) for line in LINES]
 
 
-@settings(max_examples=1500, deadline=None)
+@examples(1500)
 @given(st.binary(min_size=9, max_size=9))
 def test_json_of_any_shape_gives_events_and_damage_and_nothing_else(choices):
     body = dict(FIELDS[choices[0] % len(FIELDS)])

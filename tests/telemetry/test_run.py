@@ -3,7 +3,7 @@ import math
 import warnings
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from resilin.core.events import (
@@ -21,6 +21,7 @@ from resilin.telemetry.columns import Columns, Steps
 from resilin.telemetry.log import EventLog
 from resilin.telemetry.read import Damage
 from resilin.telemetry.run import Run
+from tests.examples import examples
 
 
 def start(time=0.0, step=0, generation=0, **changes):
@@ -262,7 +263,7 @@ def use(run):
         assert run.duration >= 0
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 @given(st.binary(min_size=5 * WIDTH, max_size=5 * WIDTH))
 def test_no_sequence_of_events_makes_a_run_fail_or_warn(choices):
     starts = range(0, len(choices), WIDTH)

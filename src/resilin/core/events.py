@@ -76,10 +76,7 @@ class StartEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvent(Event):
-    """One committed optimizer step. Not every step has to be reported.
-
-    Many attributes: one per number of a line in the log.
-    """
+    """One committed optimizer step. Not every step has to be reported."""
 
     name: ClassVar[str] = "step"
 

@@ -42,7 +42,7 @@ End = Literal["declared", "estimated", "unknown"]
 class JobHints:
     """Placement, batch size, progress and fitted models of one job.
 
-    Many attributes: one per field of the JSON form.
+    The JSON form has the same fields.
     """
 
     job: str | None = None

@@ -20,10 +20,7 @@ TAIL = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The numbers of one run; None if unknown.
-
-    Many attributes: one per row of the report.
-    """
+    """The numbers of one run; None if unknown."""
 
     name: str
     """Last part of its directory."""

@@ -22,7 +22,7 @@ _CHUNK = 4096
 class Steps:
     """The reported steps in order of time, one column per field. NaN marks unknown values.
 
-    Many attributes: the columns are the fields of `StepEvent`.
+    The columns are the fields of `StepEvent`.
     """
 
     time: Array

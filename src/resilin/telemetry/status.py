@@ -34,8 +34,6 @@ _AFTER: dict[str, State] = {"worker_hung": "hung", "stopped": "stopped", "gave_u
 class Status:
     """The state of a run so far.
 
-    Many attributes: one per row of the live view.
-
     Args:
         name: Name of the run.
     """

@@ -37,7 +37,7 @@ from resilin.training.timeline import Timeline
 class Job:
     """The parts of one training job.
 
-    Many attributes: it is the one place where they meet, and does nothing itself.
+    The parts meet here. The job itself does nothing.
     """
 
     timeline: Timeline = field(default_factory=Timeline)

@@ -52,8 +52,6 @@ ScheduleBy = Literal["user", "rule", "samples", "tokens", "progress"]
 class AdaptiveDataParallel(nn.Module):
     """A data-parallel model whose optimizer follows the batch size.
 
-    Long: all that a script can ask a model is here, with its documentation.
-
     Wrap the model after its optimizer (and scheduler) were made; the loop stays as it was. Within
     an `AdaptiveDataLoader` the model knows the split of each step; with any other loader it reads
     the size of its batch from the first tensor that it is called with. After the backward pass of

@@ -38,8 +38,6 @@ logger = logging.getLogger("resilin")
 class Passes:
     """The passes of one loader.
 
-    Long: a pass is told from its first batch to its last, in one place.
-
     Args:
         job: The job that the loader belongs to.
         supply: Its data.

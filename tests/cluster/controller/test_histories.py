@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from resilin.cluster.backends.base import PartState, PartStatus
@@ -19,6 +19,7 @@ from resilin.cluster.controller.state import State
 from resilin.cluster.controller.step import step
 from resilin.cluster.policies.by_name import by_name
 from tests.cluster.controller.made import Even, node, state_of, submitted
+from tests.examples import examples
 
 RULES = Rules(interval=20.0, grace=10.0, lead=15.0, pending=60.0, absent=30.0, backoff=2.0)
 LATEST = 8.0
@@ -211,7 +212,7 @@ POLICIES = {"even": Even, "ours": lambda: by_name("ours"), "fifo": lambda: by_na
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@examples(60)
 @given(seed=st.integers(0, 2**32 - 1), rounds=st.integers(1, 60))
 def test_no_history_starts_a_job_twice_or_loses_one(name, seed, rounds):
     history = History(random.Random(seed), POLICIES[name]())

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from resilin.cluster.backends.base import PartState, PartStatus
@@ -29,6 +29,7 @@ from resilin.core.hints import JobHints
 from resilin.core.plan import BatchBounds
 from tests.cli.live.certificates import Signer
 from tests.cluster.controller.made import Even, node
+from tests.examples import examples
 
 TOKEN = "0123456789abcdef"
 TABLE = {"sizes": [1, 2], "hosts": [1, 1], "goodput": [1.0, 1.9], "spread": [0.1, 0.1]}
@@ -274,7 +275,7 @@ def ours(tmp_path_factory):
         yield server, controller
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@examples(300)
 @given(data=st.data())
 def test_garbage_is_refused_or_does_no_harm(ours, data):
     server, controller = ours

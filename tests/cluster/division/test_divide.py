@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import given as example
 from hypothesis import strategies as st
 
 from resilin.cluster.decision import Quota
 from resilin.cluster.policies.by_name import by_name
 from tests.cluster.statuses import check, cluster, given, hosts, job, on, speeds, statuses
+from tests.examples import examples
 
 BY_VALUE = ["ours", "pollux", "sia"]
 LEAD = 120.0
 
-quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = examples(25)
 
 
 @pytest.mark.parametrize("name", BY_VALUE)

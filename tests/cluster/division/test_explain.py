@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import given as example
 
 from resilin.cluster.decision import Quota
 from resilin.cluster.job import Speeds
 from resilin.cluster.policies.by_name import by_name
 from tests.cluster.statuses import cluster, hosts, job, on, statuses
+from tests.examples import examples
 
 
 def decide(*jobs, nodes=None, **options):
@@ -94,7 +94,7 @@ def test_accelerators_on_the_wrong_hosts_are_named():
 
 
 @example(statuses())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(60)
 def test_a_job_has_all_that_is_worth_its_price_or_the_sentence_says_what_limits_it(status):
     one_kind = replace(
         status,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from resilin.cluster.division.place import Want, place
 from resilin.cluster.menu import sizes
 from resilin.cluster.node import Allocation, Node, free
+from tests.examples import examples
 
 
 def hosts(*counts: int) -> list[Node]:
@@ -38,7 +39,6 @@ def packed(draw):
 
 
 @given(packed(), st.data())
-@settings(deadline=None)
 def test_sizes_of_the_menu_can_always_be_placed_whatever_runs_already(case, data):
     host, count, chosen = case
     nodes = hosts(*[host] * count)
@@ -144,7 +144,7 @@ def test_kinds_are_never_mixed():
     st.lists(st.integers(1, 12), min_size=1, max_size=8),
     st.data(),
 )
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_on_unequal_hosts_a_placement_is_found_and_is_possible(counts, before, later, data):
     # Jobs of one size once took each other's node for ever.
     nodes = hosts(*counts)

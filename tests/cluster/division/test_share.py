@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from hypothesis import given as example
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from resilin.cluster.policies.by_name import by_name
 from tests.cluster.statuses import cluster, hosts, job
+from tests.examples import examples
 
 ROUND = 60.0
 PATIENCE = 600.0
@@ -52,7 +52,7 @@ def longest_waits(arrivals, capacity, rounds, name, patience=PATIENCE):
 
 
 @example(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.sampled_from(["ours", "pollux"]))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_the_wait_is_bounded_for_any_arrival_stream(arrivals, name):
     capacity = 4
     longest, demand = longest_waits(arrivals, capacity, 60, name)

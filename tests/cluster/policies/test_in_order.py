@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import given as example
 
 from resilin.cluster.decision import Quota
@@ -16,11 +15,12 @@ from resilin.cluster.policies.fifo import Fifo
 from resilin.cluster.policies.optimus import Optimus
 from resilin.cluster.policies.tiresias import Tiresias
 from tests.cluster.statuses import check, cluster, given, hosts, job, on, statuses
+from tests.examples import examples
 
 IN_ORDER = ["fifo", "tiresias", "optimus"]
 LEAD = 120.0
 
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = examples(60)
 
 
 @pytest.mark.parametrize("name", IN_ORDER)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from resilin.cluster.decision import ClusterStatus, Decision
@@ -16,6 +16,7 @@ from resilin.cluster.policies.by_name import by_name
 from resilin.cluster.simulation.run import Settings, simulate
 from resilin.cluster.simulation.workload import GivenJob
 from resilin.core.trace import CapacityTrace
+from tests.examples import examples
 
 
 def given_job(id: str, submitted: float, work: float, **options: Any) -> GivenJob:
@@ -192,7 +193,7 @@ def workloads(draw: st.DrawFn) -> list[GivenJob]:
 
 @pytest.mark.parametrize("name", ["fifo", "tiresias", "optimus", "pollux", "sia", "ours"])
 @given(workloads(), st.integers(0, 5))
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(12)
 def test_on_a_spot_market_no_job_keeps_a_node_that_left_and_all_finish(name, jobs, seed):
     trace = CapacityTrace.spot(16, 3600.0, seed=seed, min_replicas=8, mean_hold=120.0, end="repeat")
     rules = Settings(nodes=4, per_node=4, trace=trace, notice=30.0, seed=seed)
@@ -226,7 +227,7 @@ def test_on_a_spot_market_no_job_keeps_a_node_that_left_and_all_finish(name, job
 
 
 @given(workloads())
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(12)
 def test_no_two_jobs_ever_share_an_accelerator(jobs):
     found = simulate(jobs, by_name("ours"), Settings(nodes=2, events=True))
     stretches = [stretch for job in found.jobs for stretch in job.stretches]

@@ -10,7 +10,7 @@ from torch.utils.data import Subset, TensorDataset
 import resilin
 from resilin.core.clock import Clock
 from resilin.core.membership import Membership
-from resilin.training.state.randomness import RandomStates, preserved
+from resilin.training.state.randomness import RandomStates, preserved, remembered
 from resilin.training.timeline import Timeline
 from tests.replicas import gathered, replica
 
@@ -143,6 +143,15 @@ def test_generators_that_have_not_moved_are_no_state():
     again.load_state_dict(states.state_dict())
     # What was restored stays a part of the state, moved or not.
     assert set(again.state_dict()["generators"]) == {"numpy"}
+
+
+def test_the_second_of_a_pair_of_gaussian_numbers_is_restored():
+    for gaussian in (lambda: random.gauss(0, 1), np.random.randn):
+        gaussian()
+        put_back = remembered()
+        drawn = [gaussian() for _ in range(3)]
+        put_back()
+        assert [gaussian() for _ in range(3)] == drawn
 
 
 def test_at_another_number_of_replicas_they_are_seeded_by_step_and_replica():

@@ -9,13 +9,14 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
 from resilin.training.state.shards import shares
 from resilin.training.state.snapshot import Snapshot, Version, join, split
+from tests.examples import examples
 
 Pair = namedtuple("Pair", "a b")
 
@@ -409,7 +410,7 @@ states = st.recursive(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@examples(100, derandomize=True)
 @given(states)
 def test_any_state_comes_back_as_it_was(state):
     assert same(round_trip(state), state)
@@ -425,7 +426,7 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@examples(150, derandomize=True)
 @given(json_values)
 def test_any_json_is_either_a_state_or_a_value_error(tree):
     try:
@@ -434,7 +435,7 @@ def test_any_json_is_either_a_state_or_a_value_error(tree):
         return
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@examples(100, derandomize=True)
 @given(st.dictionaries(st.text(max_size=4), st.integers(0, 50), max_size=12), st.integers(1, 5))
 def test_shares_are_a_fair_deal_that_does_not_depend_on_order(sizes, num):
     tensors = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}

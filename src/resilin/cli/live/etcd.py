@@ -49,7 +49,7 @@ logger = logging.getLogger("resilin")
 class EtcdKeeper:
     """The authority of one job, as a launcher of it sees and changes it.
 
-    Long: it is a `Keeper`, and the two threads that keep it up to date.
+    It is a `Keeper`. Two threads of its own keep it up to date.
 
     Args:
         access: Where the etcd is.

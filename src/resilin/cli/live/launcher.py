@@ -45,7 +45,7 @@ REAPED = 5.0
 class Launcher:
     """The workers of one machine, until the job is over.
 
-    Long: whatever may end a worker or the job comes together here, and has one order.
+    Everything that can end a worker or the job arrives here, and is handled in one order.
 
     Args:
         num_workers: Number of workers.

@@ -30,7 +30,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job, as the controller knows it. Many attributes: a record of one job."""
+    """A job, as the controller knows it."""
 
     spec: JobSpec
     """The wishes of its user."""

@@ -37,7 +37,7 @@ STUCK = 7 * 86400.0
 class Settings:
     """The cluster and its rules. The defaults are those of the published comparison.
 
-    Many attributes: each is one assumption of a simulation.
+    Each field is one assumption of a simulation.
     """
 
     nodes: int = 16

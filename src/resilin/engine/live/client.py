@@ -32,7 +32,7 @@ logger = logging.getLogger("resilin")
 class Client:
     """A member's connection to its launcher.
 
-    Many attributes: what the thread of the connection and the training know of each other.
+    The thread of the connection and the training share its attributes.
 
     Args:
         path: Path of the launcher's socket.

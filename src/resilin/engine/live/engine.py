@@ -51,7 +51,7 @@ GRACE = 18.0
 class Live(Engine):
     """A member of a job whose members change while it runs.
 
-    Long: it is an `Engine`, and the `Changes` that training follows.
+    It is an `Engine`, and also the `Changes` that training follows.
 
     Args:
         client: The connection to the launcher.

@@ -33,7 +33,7 @@ class Closable(Protocol):
 class Iteration:
     """One iteration over a loader, from its first batch to its end.
 
-    Many attributes: the record that loader, model and lifecycle read instead of a shared object.
+    Loader, model and lifecycle read this record.
     """
 
     loader: object | None

@@ -47,7 +47,7 @@ _LOST = Reduced(weight=0.0, samples=0, skipped=True, lost=True)
 class StepGradient:
     """Weighs, reduces and measures the gradient of one step after another.
 
-    Long: it has a method for each moment of a step, in their order.
+    Its methods follow the order of a step.
 
     Args:
         module: The module that is trained.

@@ -99,6 +99,14 @@ def padded(data):
     return stream.getvalue()
 
 
+def test_what_hides_beside_the_tensor_is_not_executed(checkpoints, marker):
+    # Its archive is as it should be, so that only the reading of the pickle is left to refuse it.
+    forged = forge(checkpoints, padded(archive([TENSOR, Payload(marker)])))
+    with pytest.raises(CorruptCheckpoint, match="cannot be read: x: UnpicklingError"):
+        checkpoints.load(forged)
+    assert not marker.exists()
+
+
 @pytest.mark.parametrize(
     ("thing", "message"),
     [
