@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -41,16 +41,32 @@ both_reducers = pytest.mark.parametrize("reducer", ["ddp", "buckets"], indirect=
 """Runs a test with each class that reduces over several replicas."""
 
 
-def on_replicas(*sizes: int, buckets: Iterable[int] = (2, 3)) -> pytest.MarkDecorator:
+def _sized(*values: Any, size: int, gate: bool) -> Any:
+    marks = [pytest.mark.world_size(size)]
+    return pytest.param(
+        *values, marks=marks if gate else [*marks, pytest.mark.nightly(part="jobs")]
+    )
+
+
+def worlds(*sizes: int, gate: Collection[int] = (2,)) -> list[Any]:
+    """Numbers of processes for a test to be run in; the gate tries some of them."""
+    return [_sized(size, size=size, gate=size in gate) for size in sizes]
+
+
+def on_replicas(*sizes: int, buckets: Collection[int] = (2, 3)) -> pytest.MarkDecorator:
     """Runs a test with these numbers of replicas, as `world`, and with each class that reduces.
+
+    The gate tries one number with each: 2 with DistributedDataParallel, 3 with buckets, where
+    these are among them.
 
     Args:
         sizes: Numbers of replicas that go through DistributedDataParallel; 1 goes without.
         buckets: Numbers of replicas that have buckets of their own.
     """
-    asked = [(size, "ddp") for size in sizes] + [(size, "buckets") for size in buckets]
+    asked = [(size, "ddp", size <= 2) for size in sizes]
+    asked += [(size, "buckets", size == max(buckets)) for size in buckets]
     return pytest.mark.parametrize(
         ("world", "reducer"),
-        [pytest.param(*one, marks=pytest.mark.world_size(one[0])) for one in asked],
+        [_sized(size, reducer, size=size, gate=gate) for size, reducer, gate in asked],
         indirect=["reducer"],
     )

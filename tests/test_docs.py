@@ -50,11 +50,13 @@ def test_every_block_of_every_page_is_understood():
     assert any(block.needs is None for block in found)
 
 
+@pytest.mark.nightly(part="docs")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_examples(example):
     run(example)
 
 
+@pytest.mark.nightly(part="docs")
 def test_the_demo_survives_what_it_does(tmp_path):
     done = forked.run(
         [sys.executable, "-m", "resilin.cli", "demo"],
@@ -75,12 +77,14 @@ def test_the_demo_survives_what_it_does(tmp_path):
     assert float(done.stdout.split()[-1]) > 0.9
 
 
+@pytest.mark.nightly(part="docs")
 @pytest.mark.parametrize("name", ["step_5_metrics.py"])
 def test_the_tutorial_runs_on_two_replicas(name):
     script = ROOT / "examples" / "tutorial" / name
     run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script)
 
 
+@pytest.mark.processes
 def test_the_elastic_example_matches_the_reference_run():
     rows = [line.split() for line in run("examples/elastic_in_numpy.py").splitlines()[1:]]
     (_, steps, _, _, loss), (_, elastic_steps, _, _, elastic_loss) = rows
@@ -88,6 +92,7 @@ def test_the_elastic_example_matches_the_reference_run():
     assert abs(float(elastic_loss) - float(loss)) < 0.005
 
 
+@pytest.mark.nightly(part="docs")
 @pytest.mark.parametrize("name", ["cluster", "concepts", "goodput", "growth", "large_batch"])
 def test_figures_are_what_their_scripts_draw(tmp_path, name):
     run(f"docs/figures/{name}.py", "--out", tmp_path / f"{name}.svg")

@@ -12,6 +12,8 @@ import pytest
 
 from tests import forked
 
+pytestmark = pytest.mark.processes
+
 SHOWS = """
 import json, multiprocessing, os, sys, torch
 print(json.dumps({
@@ -47,6 +49,7 @@ def test_it_is_the_main_program_with_what_it_was_given(tmp_path, monkeypatch, ho
     assert told[0]["variables"] == {"GIVEN": "yes", "LEFT_OUT": None}
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.parametrize(
     ("code", "status"),
     [
@@ -68,6 +71,7 @@ def test_how_it_ended(code, status):
             forked.run([sys.executable, "-c", code], check=True, timeout=60, stderr=-3)
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler])
 def test_it_ignores_ctrl_c_if_the_test_does(handler):
     before = signal.signal(signal.SIGINT, handler)
@@ -81,6 +85,7 @@ def test_it_ignores_ctrl_c_if_the_test_does(handler):
     assert ours.split(" at ")[0] == theirs.split(" at ")[0]
 
 
+@pytest.mark.nightly(part="jobs")
 def test_it_is_ended_by_a_signal_or_when_its_time_is_up():
     command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(100)"]
     program = forked.Popen(command, stdout=subprocess.PIPE)

@@ -56,6 +56,7 @@ def test_a_section_that_fails_makes_the_exit_code_1(gpu_check, monkeypatch, tmp_
     assert '"failed": ["one: ValueError: no"]' in out.read_text()
 
 
+@pytest.mark.processes
 def test_a_job_that_fails_is_reported_with_its_error(gpu_check, tmp_path, monkeypatch):
     script = tmp_path / "job.py"
     lines = ["import pathlib, sys", "pathlib.Path(sys.argv[2], '1.error').write_text('E: why')"]

@@ -44,6 +44,7 @@ def relative_distance(found, expected):
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
 
 
+@pytest.mark.nightly(part="docs")
 @pytest.mark.parametrize(("example", "live"), [("gan.py", False), ("actor_critic.py", True)])
 def test_players_that_take_turns_end_as_if_nobody_was_killed(tmp_path, example, live):
     expected = list(runpy.run_path(str(EXAMPLES / example))["main"]().parameters())
@@ -66,6 +67,7 @@ def best(tmp_path_factory):
     return torch.load(path, weights_only=True), parameters
 
 
+@pytest.mark.nightly(part="docs")
 @pytest.mark.parametrize(
     ("at", "call", "rank", "live", "step"),
     [

@@ -81,6 +81,7 @@ def test_a_row_that_was_refused_counts_as_wrong() -> None:
     assert wrong == num_samples + 4
 
 
+@pytest.mark.nightly(part="benchmarks")
 @pytest.mark.timeout(300)
 def test_the_example_loses_no_token_when_a_worker_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "resilin.cli", "run", "--nproc", "2", "--run-dir", "off"]

@@ -199,7 +199,7 @@ import os, pytest
 from tests.conftest import *
 from tests.conftest import world
 
-del world.PRELOAD[3:]  # takes seconds, and is not used here
+del world.PRELOAD[-3:]  # takes seconds, and is not used here
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item):
@@ -429,10 +429,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     return read_report(path)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_cases_are_all_looked_at(cases: dict[str, Case]) -> None:
     assert len(cases) == INNER_TESTS.count("\ndef test_")
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -467,6 +469,7 @@ def test_a_failure_says_why(cases: dict[str, Case], name: str, text: str) -> Non
     assert text in cases[f"test_{name}"].text
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -484,6 +487,7 @@ def test_the_output_of_ranks_is_that_of_the_test(
     assert text in cases[f"test_{name}"].output
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.parametrize(
     ("name", "status", "text"),
     [
@@ -502,6 +506,7 @@ def test_skip_and_xfail_keep_their_meaning(
     assert text in cases[f"test_{name}"].text
 
 
+@pytest.mark.nightly(part="jobs")
 def test_failures_are_reported_soon(cases: dict[str, Case]) -> None:
     # The first one that passes waits until torch is imported, however long the machine takes.
     failures = {name: case for name, case in cases.items() if case.status != "passed"}
@@ -509,6 +514,7 @@ def test_failures_are_reported_soon(cases: dict[str, Case]) -> None:
     assert cases["test_hangs"].seconds < 6  # its timeout
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.parametrize("name", ["passes", "nothing_is_left"])
 def test_nothing_is_left_after_a_test(cases: dict[str, Case], name: str) -> None:
     assert (cases[f"test_{name}"].text, cases[f"test_{name}"].status) == ("", "passed")
@@ -539,6 +545,7 @@ def descendants(pid: int) -> set[int]:
     return found - {pid}
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("ending", ["SIGKILL", "SIGINT"])
 def test_nothing_is_left_after_a_session(tmp_path: Path, ending: str) -> None:

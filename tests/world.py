@@ -35,16 +35,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from _pytest.config import default_plugins
 
 # torch is imported where it is used: a session without a world should not wait seconds for it.
 
 #: Set in ranks only: it is how code knows that it runs in one. Holds the shared directory.
 RANK_ENV = "RESILIN_TEST_RANK_SHARED_PATH"
 #: What ranks find imported. DistributedDataParallel and optimizers import _dynamo (seconds).
-PRELOAD = ["pytest", "torch", "torch.distributed", "torch._dynamo"]
+PRELOAD = ["pytest", *(f"_pytest.{name}" for name in default_plugins)]
+PRELOAD += ["torch", "torch.distributed", "torch._dynamo"]
 PRELOAD += ["resilin.training.parallel", "resilin.training.loader"]
-#: Plugins that ranks have no use for, and that take longer to load than many tests to run.
-WITHOUT = ("cacheprovider", "anyio", "xdist", "xdist.looponfail", "platformdirs")
+#: The plugins that ranks have. To look for others takes longer than many tests.
+PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")
 #: How long a collective waits for a peer: less than a test may take, as its error tells more.
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 #: How long the peers of a broken rank may go on, to show how that broke them.
@@ -149,6 +151,7 @@ def run_world(item: pytest.Function, world: World, scratch: Path, deadline: floa
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 too is but a client of the store
         "GLOO_SOCKET_IFNAME": LOOPBACK,  # or gloo asks what the host's name resolves to
         "OMP_NUM_THREADS": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
     ranks: list[Rank] = []
     try:
@@ -175,7 +178,7 @@ def _arguments(item: pytest.Function) -> list[str]:
         f"--import-mode={option('importmode')}",
         f"--tb={option('tbstyle')}",
         f"--override-ini=verbosity_assertions={verbosity}",
-        *(f"-pno:{plugin}" for plugin in WITHOUT),
+        *("-pno:cacheprovider", *(f"-p{plugin}" for plugin in PLUGINS)),
         *("--capture=no", "--verbosity=-2", "--no-summary"),
         *("-k", "", "-m", ""),  # the session has selected already
         # Plugins that the fork server has imported for another reason, and that no test needs.

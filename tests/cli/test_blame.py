@@ -17,6 +17,8 @@ from tests import forked
 from tests.cli.live.etcd_process import until
 from tests.cli.test_run import clean_environment, free_endpoint
 
+pytestmark = pytest.mark.processes
+
 KILLED = Failure(rank=1, pid=12, code=-9, error="RuntimeError: of an earlier moment")
 FOLLOWS = Failure(rank=0, pid=11, code=1, error="RuntimeError: reset by peer", follows=True)
 RAISED = Failure(rank=2, pid=13, code=1, error="ValueError: bad sample 17")

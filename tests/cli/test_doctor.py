@@ -14,6 +14,7 @@ def options(tmp_path, url=None):
     return Options(checkpoint_dir=url and str(url), memory_parent=tmp_path)
 
 
+@pytest.mark.processes
 def test_this_machine_can_run_jobs(tmp_path):
     command = [sys.executable, "-m", "resilin.cli", "doctor", "--json"]
     env = {**os.environ, "RESILIN_CHECKPOINT_DIR": str(tmp_path)}

@@ -56,6 +56,7 @@ def ends(agent):
     return agent.returncode, output
 
 
+@pytest.mark.processes
 @linux
 @pytest.mark.timeout(300)
 def test_a_worker_that_hangs_is_named_and_the_job_goes_on(tmp_path, job):
@@ -92,6 +93,7 @@ def test_a_worker_that_hangs_is_named_and_the_job_goes_on(tmp_path, job):
     assert not any((tmp_path / "memory").iterdir())
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.timeout(300)
 def test_a_script_that_fails_at_one_step_is_given_up_by_name(job):
     code, output = ends(job("*3:fail:0", options=["--nproc=1", "--warm"]))
@@ -103,6 +105,7 @@ def test_a_script_that_fails_at_one_step_is_given_up_by_name(job):
     assert "exited with code 1: ValueError: a fault of the ?[2Jscript" in gave_up
 
 
+@pytest.mark.nightly(part="jobs")
 @linux
 @pytest.mark.timeout(300)
 def test_a_worker_that_hangs_on_another_agent_is_left_to_that_agent(job):

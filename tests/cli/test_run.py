@@ -104,6 +104,7 @@ def ends(agent):
     return agent.returncode, [line for line in errors.splitlines() if line.startswith("resilin:")]
 
 
+@pytest.mark.processes
 def test_a_worker_that_dies_is_named_and_the_job_goes_on(tmp_path, job):
     code = """
 memory = pathlib.Path(env["RESILIN_MEMORY_DIR"])
@@ -152,6 +153,7 @@ if restarts == "0":
     assert fault.detail == f"worker 1 (process {dead}) was killed by SIGKILL"
 
 
+@pytest.mark.processes
 def test_a_job_that_fails_keeps_its_state_in_memory_and_says_where(tmp_path, job):
     code = """
 memory = pathlib.Path(env["RESILIN_MEMORY_DIR"])
@@ -175,6 +177,7 @@ sys.exit(3)
     assert [start[environment.LOG] for start in told(tmp_path, "start")] == ["WARNING"] * 2
 
 
+@pytest.mark.processes
 def test_a_script_that_fails_at_once_is_not_restarted_for_ever(tmp_path, job):
     status, lines = ends(
         job("tell('start'); sys.exit(1)", RESILIN_MEMORY_DIR=str(tmp_path / "own"))
@@ -190,6 +193,7 @@ def test_a_script_that_fails_at_once_is_not_restarted_for_ever(tmp_path, job):
     assert not (tmp_path / "own").exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_reaches_the_workers_before_the_job_ends(tmp_path, job, number):
     code = """
@@ -215,6 +219,7 @@ time.sleep(60)
     assert list((tmp_path / "memory").iterdir()) == []
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_signal_while_others_are_waited_for_ends_the_command(tmp_path, job):
     options = [
         "--nnodes=2",
@@ -235,6 +240,7 @@ def test_a_signal_while_others_are_waited_for_ends_the_command(tmp_path, job):
     assert list((tmp_path / "memory").iterdir()) == []
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_signal_while_the_directory_is_made_leaves_none_behind(tmp_path):
     code = """
 import os, signal, sys
@@ -256,6 +262,7 @@ sys.exit(run.main(sys.argv[1:]))
     assert list((tmp_path / "memory").iterdir()) == []
 
 
+@pytest.mark.processes
 def test_a_machine_that_joins_later_makes_the_job_larger(tmp_path, job):
     code = """
 tell(f"start{env['WORLD_SIZE']}")
@@ -283,6 +290,7 @@ if env["WORLD_SIZE"] == "1":
     assert list((tmp_path / "memory").iterdir()) == []
 
 
+@pytest.mark.nightly(part="jobs")
 def test_workers_do_not_wait_for_one_whose_machine_has_gone_before_they_met(tmp_path, job):
     # As in a group that is being formed: nothing tells a worker of the one that will not come.
     code = """
@@ -309,6 +317,7 @@ if env["WORLD_SIZE"] == "2" or not list(out.glob("start2-*")):
     assert len(told(tmp_path, "start1")) == 2
 
 
+@pytest.mark.nightly(part="jobs")
 def test_agents_meet_again_when_one_goes_before_the_ranks_are_dealt_out(tmp_path, job):
     endpoint = free_endpoint()
     options = ["--nnodes=1:2", "--rdzv-endpoint", endpoint, "--rdzv-id=job7", "--memory-dir=off"]
@@ -333,6 +342,7 @@ os._exit(0)
     assert len(told(tmp_path, "start1")) == 1
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_spare_machine_ends_well_when_the_job_is_over(tmp_path, job):
     code = """
 tell("start")

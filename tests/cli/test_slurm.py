@@ -90,6 +90,7 @@ def restarts(slurm, element):
     ).strip()
 
 
+@pytest.mark.processes
 @real
 @pytest.mark.timeout(600)
 def test_a_job_array_trains_with_the_nodes_that_are_left(slurm, submit, tmp_path):
@@ -112,6 +113,7 @@ def test_a_job_array_trains_with_the_nodes_that_are_left(slurm, submit, tmp_path
     assert_as_undisturbed(tmp_path / "job", epochs=EPOCHS, seed=5)
 
 
+@pytest.mark.nightly(part="clusters")
 @real
 @pytest.mark.timeout(600)
 def test_an_element_that_was_displaced_comes_back(slurm, submit, tmp_path):
@@ -128,6 +130,7 @@ def test_an_element_that_was_displaced_comes_back(slurm, submit, tmp_path):
     assert_as_undisturbed(tmp_path / "job", epochs=EPOCHS, seed=5)
 
 
+@pytest.mark.nightly(part="clusters")
 @real
 @pytest.mark.timeout(600)
 def test_a_store_that_moves_takes_the_job_with_it(slurm, submit, tmp_path):
@@ -143,6 +146,7 @@ def test_a_store_that_moves_takes_the_job_with_it(slurm, submit, tmp_path):
     assert_once(tmp_path / "job", epochs=EPOCHS)
 
 
+@pytest.mark.nightly(part="clusters")
 @real
 @pytest.mark.timeout(600)
 def test_a_store_that_is_lost_is_replaced(slurm, submit, tmp_path):

@@ -13,6 +13,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from resilin.cli.stopping import StopSignals
 from tests.cli.test_run import clean_environment
 
+pytestmark = pytest.mark.processes
+
 JOB = """
 import pathlib, signal, sys, time
 

@@ -15,6 +15,8 @@ from resilin.cli.live.gateway import Away, Gateway
 from resilin.engine.stop import StopRequest
 from tests.cli.live.certificates import Signer
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize("port", ["65536", "-1", "http"])
 def test_a_port_that_does_not_exist_is_a_wrong_usage(port, capsys):

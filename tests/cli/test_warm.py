@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = """
 import atexit, multiprocessing, os, sys
 from pathlib import Path

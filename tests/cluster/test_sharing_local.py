@@ -5,6 +5,8 @@ import pytest
 from tests.cluster.served import Served
 from tests.cluster.sharing import assert_three_jobs_share
 
+pytestmark = pytest.mark.nightly(part="clusters")
+
 
 @pytest.mark.timeout(900)
 def test_three_jobs_share_four_nodes_of_which_one_is_drained_and_one_is_lost(tmp_path):

@@ -8,6 +8,8 @@ from tests.cluster.backends.ray_cluster import ENVIRONMENT, Nodes
 from tests.cluster.served import Served
 from tests.cluster.sharing import assert_three_jobs_share
 
+pytestmark = pytest.mark.nightly(part="clusters")
+
 
 @pytest.fixture
 def nodes():

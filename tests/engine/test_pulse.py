@@ -10,6 +10,8 @@ import pytest
 from resilin.core.hang import Phase
 from resilin.engine import environment, pulse
 
+pytestmark = pytest.mark.processes
+
 WORKER = {
     "RANK": "0",
     "LOCAL_RANK": "3",

@@ -16,6 +16,8 @@ from resilin.engine.processes import process_start
 from resilin.engine.torchrun import RUN_ID, SHUTDOWN_TIMEOUT, Torchrun
 from resilin.engine.watch import Peer, Watch
 
+pytestmark = pytest.mark.processes
+
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
 
 

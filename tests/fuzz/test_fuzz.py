@@ -99,6 +99,7 @@ def test_shrinking_keeps_what_matters():
     assert [kill.at for kill in small.kills] == ["stepped"]
 
 
+@pytest.mark.nightly(part="torture")
 @pytest.mark.timeout(300)
 def test_programs_under_kills_end_as_in_plain_pytorch(tmp_path, monkeypatch):
     """The last one is compared with the oracle of another program: that must be found."""
@@ -139,6 +140,7 @@ def test_programs_under_kills_end_as_in_plain_pytorch(tmp_path, monkeypatch):
     assert wrong.detail.startswith("parameters")
 
 
+@pytest.mark.nightly(part="torture")
 @pytest.mark.timeout(300)
 def test_a_shard_that_skips_too_few_samples_is_found(tmp_path, monkeypatch):
     """One sample is then used twice after a restart; an undisturbed run skips nothing."""

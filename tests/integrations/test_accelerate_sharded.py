@@ -36,6 +36,8 @@ from tests.integrations.sharded_home import (
     worst_error,
 )
 
+pytestmark = pytest.mark.nightly(part="frameworks")
+
 PRELOAD = ("resilin.integrations.accelerate",)
 
 

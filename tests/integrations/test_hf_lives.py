@@ -6,7 +6,7 @@ pytest.importorskip("transformers")
 from tests.integrations import hf_lives
 from tests.integrations.lives import assert_undisturbed, results
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

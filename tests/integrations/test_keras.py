@@ -411,6 +411,7 @@ def check_stock_resuming(directory):
     assert len({*samples[0]} & {*samples[1]}) == 60
 
 
+@pytest.mark.nightly(part="frameworks")
 @pytest.mark.world_size(2, init=False)
 def test_a_job_resumes_in_mid_epoch_on_one_process_and_again_on_two(shared_path):
     first = int(os.environ["RANK"]) == 0
@@ -462,6 +463,7 @@ def fit_here(net, callbacks=(), epochs=1, directory=None, stop=None):
     return model, notes
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_callbacks_that_set_the_learning_rate_and_stop_go_on_where_they_were(tmp_path):
     def callbacks():
         return [
@@ -559,6 +561,7 @@ def test_rules_reach_what_keras_calls_by_other_names():
     assert resilin.current_job().model.rule == resilin.core.rules.get_rule("adamscale")
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_other_data_and_settings_of_fit_are_those_of_keras():
     x, y, w = make_data()
     weights = {0: 0.5, 1: 2.0, 2: 1.0}
@@ -647,6 +650,7 @@ def test_layers_that_a_callback_freezes_are_refused_and_between_two_calls_they_a
     assert changed == [False, False, True, True]
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_class_weights_are_those_of_keras_for_labels_of_any_kind():
     weights = {0: 0.5, 1: 2.0, 2: 3.0}
     for labels in (
@@ -732,6 +736,7 @@ def test_what_fit_cannot_honour_is_refused():
         Model(keras.layers.Dense(3), REFERENCE)
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_outputs_with_a_mask_need_a_weight_and_are_exact_with_it():
     generator = np.random.default_rng(3)
     x = generator.integers(1, 20, size=(20, 5))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.nightly(part="frameworks")
+
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["jax", "tensorflow"])

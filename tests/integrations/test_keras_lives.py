@@ -10,7 +10,7 @@ pytest.importorskip("keras")
 from tests.integrations import keras_lives
 from tests.integrations.lives import assert_undisturbed, results
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

@@ -278,6 +278,7 @@ class Told(L.pytorch.loggers.logger.DummyLogger):
         self.told.append({"step": step, **metrics})
 
 
+@pytest.mark.nightly(part="frameworks")
 @pytest.mark.world_size(2)
 def test_batch_sizes_that_change_train_like_one_process_that_sees_whole_batches():
     for choose, clip in (
@@ -347,6 +348,7 @@ class Logged(Net):
         return F.cross_entropy(self.net(x), y)
 
 
+@pytest.mark.nightly(part="frameworks")
 @pytest.mark.world_size(2)
 def test_values_of_an_epoch_are_over_each_of_its_samples_once():
     # Steps of 8, 8 and 1 sample, in micro-batches of at most 3: in the last step one replica has
@@ -390,6 +392,7 @@ class Keeper(Checkpoint):
         self.save(trainer, "epoch")
 
 
+@pytest.mark.nightly(part="frameworks")
 @pytest.mark.parametrize("val", [True, False], ids=["validated", "unvalidated"])
 def test_checkpoints_of_any_moment_go_on_where_they_were(tmp_path, val):
     whole = Net("step")
@@ -437,6 +440,7 @@ def leave():
     resilin.reset_job()
 
 
+@pytest.mark.nightly(part="frameworks")
 @pytest.mark.world_size(2, init=False)
 def test_a_job_resumes_in_mid_epoch_on_one_process_and_again_on_two(shared_path):
     first = int(os.environ["RANK"]) == 0
@@ -581,6 +585,7 @@ def test_schedulers_that_a_clock_cannot_step_are_refused_and_left_to_the_user():
     assert net.lrs[:6] == pytest.approx([0.1] * 5 + [0.01])
 
 
+@pytest.mark.nightly(part="frameworks")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "scaled"])
 def test_mixed_precision_trains(precision):
     class Halves(Net):
@@ -607,6 +612,7 @@ def test_mixed_precision_trains(precision):
     assert steps == len(net.sizes) if precision == "bf16-mixed" else 0 < steps < len(net.sizes)
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_an_epoch_of_progress_and_one_of_dropped_tails_end_with_a_validation():
     for settings, rule in (({}, "adascale"), ({"drop_last": True}, "linear")):
         resilin.reset_job()
@@ -619,6 +625,7 @@ def test_an_epoch_of_progress_and_one_of_dropped_tails_end_with_a_validation():
     assert resilin.current_job().clock.progress > 0
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_quick_runs_and_numbers_of_steps_between_validations_are_honoured():
     net = Net()
     trainer = make_trainer(fast_dev_run=2)
@@ -634,6 +641,7 @@ def test_quick_runs_and_numbers_of_steps_between_validations_are_honoured():
 # Recovery ------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_a_lost_worker_costs_no_sample(tmp_path):
     job = Path(__file__).with_name("lightning_job.py")
     command = [sys.executable, "-m", "resilin.cli", "run", "--warm", "--nproc", "2", job, tmp_path]

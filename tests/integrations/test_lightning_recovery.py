@@ -25,6 +25,7 @@ from tests.integrations.lightning_kills import Killer, Lost, fit
 
 PRELOAD = ("lightning.pytorch", "torchmetrics", "resilin.integrations.lightning")
 pytestmark = [
+    pytest.mark.processes,
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
     pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics"),
@@ -191,6 +192,7 @@ def random_case(seed):
 PLACES = ("step", "gradient", "batch", "validating", "validated", "epoch end", "epoch start", "end")
 
 
+@pytest.mark.nightly(part="frameworks")
 @pytest.mark.parametrize("seed", range(int(os.environ.get("LIGHTNING_SEEDS", "4"))))
 def test_random_programs_under_random_kills_end_as_undisturbed(tmp_path, seed):
     settings, kills = random_case(seed)
@@ -200,6 +202,7 @@ def test_random_programs_under_random_kills_end_as_undisturbed(tmp_path, seed):
 
 
 # Five starts of two processes, one after the other: it ends them itself if they hang.
+@pytest.mark.nightly(part="frameworks")
 @pytest.mark.timeout(360)
 def test_lost_workers_cost_no_validation_no_state_and_no_file(tmp_path):
     settings = {"average": "ema"}

@@ -42,6 +42,7 @@ from tests.integrations.sharded_home import (  # noqa: E402
 
 PRELOAD = ("lightning.pytorch", "torchmetrics", "resilin.integrations.lightning")
 pytestmark = [
+    pytest.mark.nightly(part="frameworks"),
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

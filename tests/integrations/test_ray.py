@@ -80,6 +80,7 @@ def size_of(lines):
     return sum(len(line["samples"]) for line in lines)
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_a_node_that_comes_and_goes_costs_no_sample(cluster):
     # One worker, then two, then one again, in the middle of epochs; none began anew.
     seen = {g: [x for x in cluster.lines if x["generation"] == g] for g in range(3)}
@@ -95,6 +96,7 @@ def test_a_node_that_comes_and_goes_costs_no_sample(cluster):
         assert sorted(samples) == [*range(ray_job.NUM)]
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_accumulation_that_changes_in_mid_epoch_keeps_weights_and_replicas(cluster):
     steps = steps_of(cluster.lines)
     before, behind = steps[5], steps[6]
@@ -108,6 +110,7 @@ def test_accumulation_that_changes_in_mid_epoch_keeps_weights_and_replicas(clust
         assert len({x["model"] for x in lines}) == 1
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_the_batch_size_follows_its_trace_through_resizes(cluster):
     sizes = {step: size_of(lines) for step, lines in steps_of(cluster.lines).items()}
     # The last step of an epoch has what is left of it.
@@ -115,6 +118,7 @@ def test_the_batch_size_follows_its_trace_through_resizes(cluster):
     assert sizes == {step: left.get(step, ray_job.TRACE.at(step)) for step in range(16)}
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_the_schedule_by_samples_is_that_of_the_reference_run(cluster):
     done = 0
     for step, lines in steps_of(cluster.lines).items():
@@ -124,6 +128,7 @@ def test_the_schedule_by_samples_is_that_of_the_reference_run(cluster):
         done += size_of(lines)
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_the_job_ends_as_it_would_have_on_one_process(cluster, tmp_path):
     expected = ray_job.train(tmp_path)
     reference = steps_of(ray_job.lines_of(tmp_path / "resilin"))
@@ -137,6 +142,7 @@ def test_the_job_ends_as_it_would_have_on_one_process(cluster, tmp_path):
     assert torch.allclose(weights, torch.tensor(expected["weights"], dtype=torch.float64))
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_ray_is_told_what_resilin_knows(cluster):
     # The one before may be lost: Ray had not fetched it yet when the node was killed.
     last = json.loads((cluster.directory / "metrics.txt").read_text().splitlines()[-1])
@@ -146,6 +152,7 @@ def test_ray_is_told_what_resilin_knows(cluster):
     assert "resilin/noise_scale" in last
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_the_checkpoint_is_where_ray_keeps_the_run_and_memory_is_given_back(cluster):
     (saved,) = (cluster.directory / "storage" / "job" / "resilin").glob("step-*")
     assert saved.name.startswith("step-000000000016")
@@ -154,6 +161,7 @@ def test_the_checkpoint_is_where_ray_keeps_the_run_and_memory_is_given_back(clus
     assert not list((cluster.directory / "memory").glob("*/*"))
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_without_resilin_samples_are_repeated_and_the_batch_doubles(cluster):
     lines = ray_job.lines_of(cluster.directory / "stock")
     # What the model has seen: the steps up to the checkpoint, and those of two workers behind it.

@@ -54,6 +54,7 @@ def undisturbed():
     return json.loads(done.stdout)
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_the_model_is_that_of_the_undisturbed_run(job, undisturbed):
     expected = torch.tensor(undisturbed["weights"], dtype=torch.float64)
     for result in job.results:
@@ -61,6 +62,7 @@ def test_the_model_is_that_of_the_undisturbed_run(job, undisturbed):
         assert ((found - expected).abs() / expected.abs().max()).max() < 1e-12
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_replicas_are_equal(job):
     first, *others = job.results
     assert len(others) == 1
@@ -68,11 +70,13 @@ def test_replicas_are_equal(job):
         assert (first["weights"], first["seen"]) == (other["weights"], other["seen"])
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_each_sample_is_in_one_committed_step_of_each_epoch(job):
     seen = torch.tensor(job.results[0]["seen"], dtype=torch.float64)
     assert (seen - job_file.EPOCHS).abs().max() < 1e-9
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_survivors_keep_their_processes(job):
     ends = [result["pid"] for result in job.results]
     before = [member["pid"] for member in job.before["members"]]
@@ -85,6 +89,7 @@ def test_survivors_keep_their_processes(job):
     assert sorted(set(steps)) == list(range(total))
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_a_loss_costs_the_step_under_way_and_nothing_else(job):
     steps = [step for _, step, *_ in job.results[0]["steps"]]
     again = {step for step in steps if steps.count(step) > 1}
@@ -92,6 +97,7 @@ def test_a_loss_costs_the_step_under_way_and_nothing_else(job):
     assert len(steps) <= len(set(steps)) + 2
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_a_killed_worker_is_replaced_and_a_node_brings_one_more(job):
     sizes = {step: size for _, step, size, _ in job.results[0]["steps"]}
     assert sizes[job_file.KILL - 1] == 2
@@ -101,18 +107,21 @@ def test_a_killed_worker_is_replaced_and_a_node_brings_one_more(job):
     assert sizes[job_file.LOST] == 2
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_the_new_worker_was_on_the_new_node(job):
     nodes = {member["pid"]: member["node"] for member in job.before["members"]}
     assert len(set(nodes.values())) == 2
     assert [pid for pid in nodes if nodes[pid] == nodes[job.victim]] == [job.victim]
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_an_error_before_the_first_step_ends_the_job_with_its_words(job):
     is_of_its_kind, text = job.error
     assert is_of_its_kind
     assert "not on monday" in text
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_a_lost_authority_costs_a_restart_from_the_checkpoint(job):
     first, *_, last = job.again
     assert 0 < first <= 6
@@ -125,7 +134,8 @@ def test_a_worker_that_falls_silent_is_frozen_and_one_that_has_not_begun_is_not(
 
     now = 0.0
     monkeypatch.setattr(ray_crew.time, "monotonic", lambda: now)
-    crew = ray_crew.Crew("w", {}, [ray_crew.Hand(n, f"w-{n}", 0, 0) for n in range(4)])
+    hands = [ray_crew.Hand(n, f"w-{n}", 0, 0) for n in range(4)]
+    crew = ray_crew.Crew("w", {}, hands, _looked=now)
     for hand in crew.hands[:3]:
         hand.result = "awaited"
     beats = {"w-0": 1, "w-1": 1}

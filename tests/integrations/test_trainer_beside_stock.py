@@ -32,7 +32,10 @@ from tests.integrations.trainers import arguments
 
 LENGTH, WORDS, CLASSES, MICRO, STEPS, RATE = 6, 11, 3, 2, 3, 0.05
 PRELOAD = ("datasets", "transformers.trainer", "resilin.integrations.transformers")
-pytestmark = pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+pytestmark = [
+    pytest.mark.nightly(part="frameworks"),
+    pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified"),
+]
 
 
 class Rows(torch.utils.data.Dataset):

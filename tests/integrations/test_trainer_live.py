@@ -13,6 +13,8 @@ import pytest
 
 from tests import forked
 
+pytestmark = pytest.mark.nightly(part="frameworks")
+
 pytest.importorskip("transformers")
 
 

@@ -10,6 +10,8 @@ import resilin
 from tests.integrations.parts import alone, forget, is_first
 from tests.integrations.trainers import StopAt, make
 
+pytestmark = pytest.mark.nightly(part="frameworks")
+
 PRELOAD = ("datasets", "transformers.trainer", "resilin.integrations.transformers")
 SETTINGS = {"logging_steps": 4, "save_strategy": "steps", "save_steps": 5, "num_train_epochs": 1}
 

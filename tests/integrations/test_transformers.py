@@ -70,6 +70,7 @@ def test_accumulation_may_change_in_the_middle_of_an_epoch(tmp_path):
     assert not torch.equal(a[4], b[4])
 
 
+@pytest.mark.nightly(part="frameworks")
 @pytest.mark.world_size(2, init=False)
 def test_a_run_goes_on_at_another_number_of_processes_in_the_middle_of_an_epoch(shared_path):
     trace = resilin.BatchTrace.parse("step,batchsize\n0,16\n2,24\n4,7\n9,16\n")
@@ -128,6 +129,7 @@ def test_a_run_goes_on_at_another_number_of_processes_in_the_middle_of_an_epoch(
     assert (Counter(done) - ONCE).total() == 12
 
 
+@pytest.mark.nightly(part="frameworks")
 @pytest.mark.world_size(2)
 def test_every_way_to_choose_the_batch_size_keeps_the_data_and_the_replicas_whole(tmp_path):
     def by_schedule(trainer):
@@ -282,6 +284,7 @@ def test_clipping_is_of_the_whole_step(tmp_path):
     assert trainer.state.log_history[0]["grad_norm"] > 1
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_a_trainer_may_train_again_with_a_new_job(tmp_path):
     trainer, watch = make(tmp_path, num_train_epochs=1)
     trainer.train()
@@ -295,6 +298,7 @@ def test_a_trainer_may_train_again_with_a_new_job(tmp_path):
     assert watch.weights == pytest.approx([1.0] * 12, abs=1e-4)
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_mixed_precision_and_evaluation_are_those_of_the_trainer(tmp_path, every_step_told):
     told = []
     trainer, watch = make(tmp_path, bf16=True, num_train_epochs=1, eval_strategy="epoch")
@@ -306,6 +310,7 @@ def test_mixed_precision_and_evaluation_are_those_of_the_trainer(tmp_path, every
     assert any("eval_loss" in event.metrics for event in told if isinstance(event, StepEvent))
 
 
+@pytest.mark.processes
 def test_a_killed_worker_does_not_end_the_trainer():
     example = Path(__file__).parents[2] / "examples" / "huggingface_digits.py"
     command = [sys.executable, "-m", "resilin.cli", "run", "--warm", "--nproc", "2", str(example)]
@@ -320,6 +325,7 @@ def test_a_killed_worker_does_not_end_the_trainer():
     assert float(done.stdout.split()[-1]) > 0.88
 
 
+@pytest.mark.nightly(part="frameworks")
 def test_the_progress_bar_ends_where_the_run_does(tmp_path):
     trainer, _ = make(tmp_path, num_train_epochs=1, disable_tqdm=False)
     bar = next(c for c in trainer.callback_handler.callbacks if hasattr(c, "training_bar"))

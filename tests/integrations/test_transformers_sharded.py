@@ -36,6 +36,8 @@ from tests.integrations.sharded_home import (
 )
 from tests.integrations.trainers import StopAt, arguments
 
+pytestmark = pytest.mark.nightly(part="frameworks")
+
 PRELOAD = ("datasets", "transformers.trainer", "resilin.integrations.transformers")
 
 

@@ -22,6 +22,8 @@ from resilin.lab.grid import Failure
 from resilin.lab.intervals import Interval
 from tests.training.state.checkpoint.snapshots import as_saved_today
 
+pytestmark = pytest.mark.processes
+
 TIMEOUT = 110
 ROOT = Path(__file__).parents[2]
 REAL = """
@@ -117,6 +119,7 @@ def pretend(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.nightly(part="jobs")
 def test_branches_of_a_real_run(tmp_path):
     (tmp_path / "train.py").write_text(REAL)
     (tmp_path / "first").mkdir()

@@ -14,6 +14,8 @@ from resilin.lab import capacity, launch
 from resilin.lab.capacity import Machines, replay_capacity
 from resilin.telemetry.read import read_events
 
+pytestmark = pytest.mark.processes
+
 TIMEOUT = 60
 NUM_SAMPLES = 60
 JOB = f"""
@@ -81,6 +83,7 @@ def read_diary(folder):
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_job_follows_the_machines_and_each_sample_is_used_once(tmp_path):
     (tmp_path / "script.py").write_text(JOB)
     folder, run_dir = tmp_path / "diaries", tmp_path / "run"
@@ -140,6 +143,7 @@ def stand_ins(tmp_path):
     machines.close()
 
 
+@pytest.mark.nightly(part="jobs")
 def test_the_number_of_machines_is_what_is_wanted(stand_ins, monkeypatch):
     machines, plan, asked = stand_ins
     started = []
@@ -179,6 +183,7 @@ def test_the_number_of_machines_is_what_is_wanted(stand_ins, monkeypatch):
         machines.close()
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_job_that_fails_has_its_exit_code(stand_ins):
     machines, plan, _ = stand_ins
     plan.update(seconds=0.0, code=3)

@@ -114,6 +114,7 @@ def pretend(place, monkeypatch):
     return run
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_comparison_goes_on_after_it_was_stopped(place):
     (place / "script.py").write_text(REAL)
     (place / "my_rules.py").write_text(
@@ -394,6 +395,7 @@ def test_a_cell_knows_its_place(tmp_path):
     assert log_end(tmp_path / "log").splitlines()[0].startswith("87 ")
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"public traces are not in {DATA} (RESILIN_DATA)")
 def test_the_example_is_compared_on_the_public_traces(tmp_path, capsys):
     names = ("batchsize_mnist", "gcp_spot_a100", "gcp_spot_tpuv2")

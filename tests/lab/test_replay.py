@@ -98,6 +98,7 @@ def check_exact(told, sizes):
     torch.testing.assert_close(torch.tensor(told["weight"], dtype=torch.float64), weight)
 
 
+@pytest.mark.processes
 def test_the_classic_example_accumulates_and_updates_as_a_larger_cluster_would(place, capfd):
     (place / "trace.csv").write_text("step,batchsize\n0,64\n1,96\n")
     (place / "out").mkdir()
@@ -117,6 +118,7 @@ def test_the_classic_example_accumulates_and_updates_as_a_larger_cluster_would(p
     assert [(step.batch_size, step.accumulation_steps) for step in steps] == [(64, 2), (96, 3)]
 
 
+@pytest.mark.processes
 def test_replicas_with_fewer_micro_batches_give_the_same_gradient(place, capfd):
     sizes = [3, 1, 40, 27, 89]
     trace = BatchTrace.from_sizes(sizes)

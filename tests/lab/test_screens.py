@@ -13,6 +13,7 @@ from resilin.telemetry.run import Run
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 
 
+@pytest.mark.nightly(part="docs")
 @pytest.mark.timeout(240)
 def test_top_and_report_of_a_real_run_are_pictures(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(FIGURES))

@@ -18,6 +18,8 @@ from docs.blocks import blocks
 from resilin.engine.group import LAUNCHER_ENV
 from tests.migrate.pages import NEEDED, PAGES, after, before, needs, task, text, words
 
+pytestmark = pytest.mark.nightly(part="docs")
+
 alone = pytest.mark.world_size(1, init=False)
 old = pytest.mark.filterwarnings("ignore")
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from resilin.streams import FileStream
 from resilin.streams.cursor import Cursor
-from tests.streams.sources import Seek, State, check_resumes, read
+from tests.streams.sources import Seek, State, StatefulLists, check_resumes, read
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=9)
 
@@ -124,5 +124,13 @@ def test_the_fingerprint_covers_files_and_settings_that_change_the_order():
 def test_a_cursor_returns_by_reading_where_the_state_came_from_another_kind():
     cursor = Cursor(iter("abcdef"))
     cursor.load_state_dict([4, {"at": 4}])
+    assert read(cursor) == ["e", "f"]
+    assert cursor.num_read == 6
+
+
+def test_a_cursor_that_returned_by_a_state_counts_from_there():
+    cursor = Cursor(StatefulLists(list("abcdef")).open(0, 1, 0))
+    cursor.load_state_dict([4, {"at": 4}])
+    assert cursor.num_read == 4
     assert read(cursor) == ["e", "f"]
     assert cursor.num_read == 6

@@ -24,13 +24,13 @@ from resilin.streams import (
     tar_samples,
 )
 from resilin.training.data.shards import news, reading
-from tests.replicas import gathered, replica
+from tests.replicas import gathered, replica, worlds
 from tests.streams.sources import plain
 
 LENGTHS = (11, 6, 3, 9, 0, 14)
 """Samples in each file."""
 NUM_SHARDS = 4
-WORLDS = [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2, 3)]
+WORLDS = worlds(1, 2, 3, gate=(3,))
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,8 @@ from tests import forked
 from tests.streams import kill_job
 from tests.streams.kill_job import EPOCHS, STEPS, write_files
 
+pytestmark = pytest.mark.nightly(part="jobs")
+
 JOB = Path(kill_job.__file__)
 
 

@@ -307,6 +307,7 @@ def test_wandb_without_a_run_is_an_error():
         WandB(None)
 
 
+@pytest.mark.processes
 def test_wandb_and_the_script_lose_nothing_to_each_other(tmp_path):
     pytest.importorskip("wandb")
     # W&B has threads, a service process and hooks at exit: it gets a process of its own.

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from torch.utils.data import TensorDataset
 
 import resilin
+from tests.replicas import worlds
 
 D = torch.float64
 NUM, BATCH = 96, 12
@@ -20,9 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",  # of torch, when dynamo is loaded
     "ignore:The .grad attribute of a Tensor that is not a leaf",  # of dynamo, which hides it
 )
-worlds = pytest.mark.parametrize(
-    "world", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2)]
-)
+worlds = pytest.mark.parametrize("world", worlds(1, 2))
 
 
 class Net(nn.Module):
@@ -147,6 +146,7 @@ def test_a_compiled_model_trains_as_an_uncompiled_one(world, how):
     assert torch.equal(flat(plain), expected)
 
 
+@pytest.mark.nightly(part="torch")
 def test_the_default_compiler_trains_as_exactly_as_its_kernels_add():
     # One compilation is enough to pay for: 12 samples are two pieces of 6 in all steps.
     expected = uncompiled(2, max_local_bsz=6)

@@ -16,7 +16,7 @@ from resilin.core.membership import Membership
 from resilin.core.stream import Ownership, SampleStream
 from resilin.training.data.cursor import SampleCursor
 from resilin.training.data.tickets import CannotResize, split
-from tests.replicas import gathered, num_replicas, replica
+from tests.replicas import gathered, num_replicas, replica, worlds
 
 N = 203
 
@@ -76,9 +76,7 @@ def test_straddling_batches_are_all_whole():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(
-    "world", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 3)]
-)
+@pytest.mark.parametrize("world", worlds(1, 3, gate=(3,)))
 def test_each_sample_once_while_the_batch_size_changes(world, workers):
     loader = resilin.AdaptiveDataLoader(
         Numbers(), batch_size=16, shuffle=True, seed=3, max_local_bsz=6, num_workers=workers
@@ -397,9 +395,7 @@ def test_workers_end_with_their_loader_or_job(ending):
         gc.enable()
 
 
-@pytest.mark.parametrize(
-    "world", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2)]
-)
+@pytest.mark.parametrize("world", worlds(1, 2))
 def test_the_lab_ends_a_script_after_so_many_samples(world, monkeypatch):
     # Reached within the second epoch, with the third of the steps of 8 in it.
     monkeypatch.setenv("RESILIN_STOP_AT", "36")

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 import resilin
 from resilin.training.data.tickets import CannotResize, join, split
-from tests.replicas import gathered, num_replicas, replica
+from tests.replicas import gathered, num_replicas, replica, worlds
 
 NUM = 61
 
@@ -128,9 +128,7 @@ def test_replicas_whose_memory_differs_split_steps_alike():
     assert calls[0] > 1
 
 
-OF_TWO_AND_FOUR = pytest.mark.parametrize(
-    "world", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (2, 4)]
-)
+OF_TWO_AND_FOUR = pytest.mark.parametrize("world", worlds(2, 4))
 
 
 @OF_TWO_AND_FOUR
@@ -196,9 +194,7 @@ def evaluated(model, batches):
     return loss, num
 
 
-@pytest.mark.parametrize(
-    "world", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (2, 3, 4)]
-)
+@pytest.mark.parametrize("world", worlds(2, 3, 4, gate=(3,)))
 @pytest.mark.parametrize("held_out", [1, 7, 30])
 def test_statistics_over_replicas_are_those_of_one_process_where_shares_are_equal(world, held_out):
     x, y = (part[:60] for part in make_data())

@@ -218,6 +218,7 @@ def one_life(hosts, lost, me, store, shared_path, record, number):
     return resumed, found
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.world_size(4, init=False)
 def test_a_lost_host_costs_no_checkpoint(shared_path, monkeypatch):
     rank = int(os.environ["RANK"])

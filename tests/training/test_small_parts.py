@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import resilin
-from tests.replicas import replica
+from tests.replicas import replica, worlds
 
 
 def make():
@@ -68,9 +68,7 @@ def test_the_plan_of_the_present_replicas(world, steps):
     assert (plan.global_batch_size, plan.gpus, plan.master) == (256, world, replica() == 0)
 
 
-@pytest.mark.parametrize(
-    "world", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2, 3)]
-)
+@pytest.mark.parametrize("world", worlds(1, 2, 3))
 def test_accumulator(world):
     stats = resilin.Accumulator()
     stats["loss"] += 0.5 * (replica() + 1)

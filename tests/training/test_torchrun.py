@@ -15,7 +15,7 @@ from tests.training.recovery_job import NUM_SAMPLES
 
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("recovery_job.py")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 # The path of the tests stays: workers must train with the resilin that is tested.
 PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
@@ -132,6 +132,7 @@ def test_an_agent_that_is_told_to_stop_saves_and_another_size_goes_on(tmp_path, 
     assert_same(json.loads((tmp_path / "result-0").read_text()), expected)
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_worker_without_its_agent_ends(tmp_path, warm):
     with agent(tmp_path, "--pause", "0.1", workers=1, warm=warm) as process:
@@ -144,6 +145,7 @@ def test_a_worker_without_its_agent_ends(tmp_path, warm):
     assert not (tmp_path / "result-0").exists()
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_long_evaluation_does_not_cost_the_state(tmp_path):
     """Between two steps that never come, the memory copy becomes the checkpoint."""
     with agent(

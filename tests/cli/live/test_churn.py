@@ -111,6 +111,7 @@ def state(log):
     return steps
 
 
+@pytest.mark.nightly(part="torture")
 @pytest.mark.parametrize("seed", range(2))
 def test_members_come_and_go_and_the_others_continue(launcher, tmp_path, seed):
     rng = random.Random(seed)

@@ -4,8 +4,12 @@ import os
 import re
 import sys
 
+import pytest
+
 from resilin.cli.demo import JOB
 from tests import forked
+
+pytestmark = pytest.mark.processes
 
 TIMEOUT = 110
 
@@ -28,6 +32,7 @@ def trained(tmp_path, *arguments):
     return ended
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_worker_whose_main_thread_hangs_is_killed_and_replaced(tmp_path):
     # Its signs of life continue: only what it publishes of its steps shows it.
     pause = "time.sleep(args.pause)"

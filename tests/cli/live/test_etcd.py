@@ -19,6 +19,8 @@ from resilin.core.membership import Member
 from resilin.core.recovery import Version
 from tests.cli.live.etcd_process import EtcdProcess, Network, cluster, until
 
+pytestmark = pytest.mark.processes
+
 RUN = "job-1"
 
 
@@ -178,6 +180,7 @@ def test_the_members_of_a_launcher_that_is_lost_are_removed(etcd, launchers):
     assert len(changes(etcd)) == before + 1
 
 
+@pytest.mark.nightly(part="clusters")
 def test_processes_that_join_at_the_same_time_all_succeed(etcd, launchers):
     one = launchers()
     notes = Notes(one)
@@ -291,6 +294,7 @@ def test_an_etcd_without_its_data_is_not_continued_with(etcd, launchers):
     assert third.start([member("d")]).identity != one.newest.identity
 
 
+@pytest.mark.nightly(part="clusters")
 def test_an_etcd_that_was_refilled_by_others_is_not_continued_with(etcd, launchers, network):
     one = launchers(network.access)
     one.start([member("a")])
@@ -329,6 +333,7 @@ def test_a_name_that_another_launcher_took_meanwhile_ends_the_job_and_not_the_th
     assert "c" in one.newest
 
 
+@pytest.mark.nightly(part="clusters")
 def test_an_etcd_that_has_lost_its_newest_change_is_not_continued_with(etcd, launchers, tmp_path):
     one = launchers()
     one.start([member("a")])
@@ -350,6 +355,7 @@ def test_an_etcd_that_has_lost_its_newest_change_is_not_continued_with(etcd, lau
         one.apply(Leave("a"))
 
 
+@pytest.mark.nightly(part="clusters")
 def test_a_lost_change_is_noticed_also_if_another_has_its_revision(etcd, launchers):
     one = launchers()
     one.start([member("a")])
@@ -379,6 +385,7 @@ def test_a_launcher_that_is_cut_off_finds_its_members_removed(launchers, network
     assert not notes.over
 
 
+@pytest.mark.nightly(part="clusters")
 def test_a_launcher_that_was_cut_off_keeps_members_that_nobody_removed(launchers, network):
     one = launchers(network.access)
     one.start([member("a")])
@@ -461,6 +468,7 @@ def test_a_name_belongs_to_one_launcher(launchers):
         other.hold("a")
 
 
+@pytest.mark.nightly(part="clusters")
 def test_three_servers_lose_one_and_nothing_else(tmp_path):
     servers = cluster(tmp_path, 3)
     access = Access(endpoints=tuple(("127.0.0.1", each.port) for each in servers))
@@ -497,6 +505,7 @@ def test_three_servers_lose_one_and_nothing_else(tmp_path):
             each.kill()
 
 
+@pytest.mark.nightly(part="clusters")
 def test_an_etcd_may_start_a_little_later(etcd):
     etcd.kill()
     made = []

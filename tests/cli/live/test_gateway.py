@@ -13,6 +13,8 @@ from resilin.core.membership import Member
 from tests.cli.live.certificates import Signer
 from tests.cli.live.etcd_process import EtcdProcess, Network, free_port, until
 
+pytestmark = pytest.mark.processes
+
 RUN = "job-2"
 
 
@@ -106,6 +108,7 @@ def test_a_lease_ends_when_it_is_revoked(start):
         gateway.claim("/k", b"mine", lease)
 
 
+@pytest.mark.nightly(part="clusters")
 def test_another_server_answers_if_one_does_not(start, tmp_path):
     etcd = start()
     network = Network(etcd)

@@ -19,6 +19,8 @@ from resilin.engine.stop import RESTART
 from resilin.telemetry.read import read_events
 from tests import forked
 
+pytestmark = pytest.mark.processes
+
 TIMEOUT = 60
 MEMBER = "import signal\n" + (pathlib.Path(__file__).parent / "worker_script.py").read_text()
 TRAINS = """
@@ -264,6 +266,7 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_its_grace(job):
     assert all(process_gone(pid, start) for pid, start in starts.items())
 
 
+@pytest.mark.nightly(part="jobs")
 def test_two_workers_that_are_killed_at_once_are_both_replaced(job):
     job.start(TRAINS, "--nproc", "3")
     pids = job.wait_for("joined", [0, 1, 2])
@@ -281,6 +284,7 @@ def test_two_workers_that_are_killed_at_once_are_both_replaced(job):
     assert len(joined) == 5
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_replacement_that_is_killed_while_it_starts_is_replaced(job):
     code = "tell('started')\nif number == 2:\n    time.sleep(60)\n" + TRAINS
     job.start(code, "--nproc", "2")
@@ -296,6 +300,7 @@ def test_a_replacement_that_is_killed_while_it_starts_is_replaced(job):
     assert lines[-1] == "finished after 2 replacements"
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_worker_that_is_killed_before_the_job_began_is_replaced(job):
     code = "connect()\ntell('started')\nwhile number == 1: time.sleep(1)\n"
     job.start(code + TRAINS.replace("connect()", ""), "--nproc", "2")
@@ -382,6 +387,7 @@ def test_a_script_that_never_joins_is_refused_by_name(job):
     assert "resilin.init_process_group()" in lines[-1]
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_script_that_ends_before_the_job_began_leaves_nobody_waiting(job):
     code = "connect()\nif slot == '1': sys.exit(0)\n" + TRAINS.replace("connect()", "")
     code, lines, errors = job.start(code, "--nproc", "2").ends()
@@ -402,6 +408,7 @@ def test_workers_that_keep_failing_without_a_step_are_given_up_and_the_job_goes_
     assert sorted(job.told("done")) == [0]
 
 
+@pytest.mark.nightly(part="jobs")
 def test_all_workers_that_fail_at_the_same_place_are_given_up_with_their_error(job):
     code = (
         "connect()\njoin()\nfor _ in range(3): step()\nraise ValueError('a fault of the script')\n"
@@ -431,6 +438,7 @@ def test_max_restarts_is_obeyed_exactly(job):
 # The end of the script -----------------------------------------------------------------------
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_worker_lost_after_others_had_finished_has_the_job_completed(job):
     code = TRAINS.replace("client.finished()", "late()") + ""
     code = (

@@ -7,6 +7,8 @@ import pytest
 from tests.cli.live.etcd_process import EtcdProcess
 from tests.cli.live.test_launcher import TRAINS, Job
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def launchers(tmp_path):
@@ -26,6 +28,7 @@ def launchers(tmp_path):
         etcd.kill()
 
 
+@pytest.mark.nightly(part="jobs")
 def test_another_launcher_joins_and_its_workers_leave_with_it(launchers):
     etcd, (first, second) = launchers
     common = ["--nproc", "1", "--membership", f"etcd://127.0.0.1:{etcd.port}", "--rdzv-id", "job7"]

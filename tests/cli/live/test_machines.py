@@ -11,6 +11,8 @@ import pytest
 from tests import forked
 from tests.cli.live.etcd_process import EtcdProcess, until
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).with_name("paced_job.py")
 
 
@@ -87,6 +89,7 @@ def test_a_machine_joins_and_is_lost_and_so_is_etcd_for_a_while(tmp_path):
         assert weights == pytest.approx(undisturbed, rel=1e-12)
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.timeout(300)
 def test_a_machine_whose_workers_wait_to_join_hears_that_the_job_has_ended(tmp_path):
     etcd = EtcdProcess(tmp_path)

@@ -453,6 +453,7 @@ def test_a_member_that_dies_before_its_answer_harms_nobody(serve, member, client
     assert other.ask(Renew(0), LONG).roster.names == ("a",)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_two_hundred_join_at_once(serve):
     heard = serve()
     heard.server.expect("first", os.getpid())

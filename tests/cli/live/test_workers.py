@@ -13,6 +13,8 @@ import pytest
 from resilin.engine import environment
 from resilin.engine.processes import process_gone, process_start
 
+pytestmark = pytest.mark.processes
+
 TIMEOUT = 60
 LAUNCHER = """
 import os, sys, time

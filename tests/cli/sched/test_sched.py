@@ -165,6 +165,7 @@ assert "torch" not in sys.modules
     assert done.returncode == 0
 
 
+@pytest.mark.nightly(part="clusters")
 @pytest.mark.timeout(900)
 def test_the_demo_shows_that_each_sample_was_used_once(capfd):
     assert demo.main(["--epochs", "2"]) == 0

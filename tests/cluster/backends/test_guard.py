@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 PATIENCE = 60.0
 SPAWNS = "echo $$ >> {0}; setsid sleep 1000 & echo $! >> {0}; "
 """Starts a child in another session, as `resilin run` does with its workers."""

@@ -31,6 +31,8 @@ from tests.cluster.backends.kube_hands import Hands
 from tests.cluster.backends.kube_schema import SchemaServer
 from tests.cluster.backends.kube_server import ASSETS, RealServer, kubeconfig
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy" / "kubernetes"
 PATIENCE = 120.0
@@ -325,6 +327,7 @@ def test_the_role_has_the_rights_that_are_needed_and_no_others(server, hands):
 # Elastic jobs -----------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly(part="clusters")
 @pytest.mark.timeout(400)
 def test_an_elastic_job_grows_and_shrinks_by_the_pod_of_rank_0(ours, hands, tmp_path):
     hands.add_node("gpu-3", 4)

@@ -13,6 +13,8 @@ from resilin.cluster.backends.base import BackendError, Part, PartState
 from resilin.cluster.backends.local import LocalBackend, backend
 from resilin.cluster.node import Node
 
+pytestmark = pytest.mark.processes
+
 LIMIT = 60.0
 NODES = (Node(name="a", accelerators=2, kind="cpu"), Node(name="b", accelerators=1, kind="cpu"))
 
@@ -111,6 +113,7 @@ def test_a_part_that_is_asked_saves_once_and_leaves(local, tmp_path):
     local.stop("never-g1-1", 0)
 
 
+@pytest.mark.nightly(part="clusters")
 def test_a_part_that_does_not_leave_is_ended_after_the_grace_that_was_shortened(local, tmp_path):
     ready = tmp_path / "ready"
     text = "import signal, time; signal.signal(signal.SIGUSR1, signal.SIG_IGN); "
@@ -210,6 +213,7 @@ def test_each_part_gets_gpus_of_its_own(tmp_path):
         wait(lambda: all(each.state is PartState.ENDED for each in real.list()))
 
 
+@pytest.mark.nightly(part="clusters")
 def test_a_part_outlives_the_process_that_started_it(local, tmp_path):
     code = (
         "import sys; from pathlib import Path\n"

@@ -19,7 +19,7 @@ from tests.cluster.backends.elastic import hurry, part_of, part_of_rank_0, servi
 from tests.cluster.backends.ray_cluster import ENVIRONMENT, Nodes
 
 # The cluster is made by whichever test asks for it first.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.nightly(part="clusters"), pytest.mark.timeout(400)]
 PATIENCE = 120.0
 """Seconds after which something that has not happened never will."""
 SAVES = "trap 'sleep 0.3; exit 7' USR1; echo $$ >> {}; while :; do sleep 0.05; done"

@@ -19,7 +19,10 @@ from resilin.cluster.backends.slurm import SlurmBackend, backend
 from resilin.cluster.backends.slurm_options import SlurmOptions
 from tests.cluster.slurm_cluster import missing, slurm_cluster
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = [
+    pytest.mark.nightly(part="clusters"),
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+]
 TIMEOUT = 60.0
 NUMBERS = itertools.count()
 WAITING = ((1, "deaf"), (2, "hears"))

@@ -16,6 +16,7 @@ from tests.cluster.sharing_job import HURRY
 from tests.cluster.slurm_cluster import missing, slurm_cluster
 
 pytestmark = [
+    pytest.mark.nightly(part="clusters"),
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
     pytest.mark.timeout(900),
 ]

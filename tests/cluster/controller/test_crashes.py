@@ -15,6 +15,8 @@ from resilin.cluster.controller.journal import Journal
 from tests.cluster.controller.cheap import assert_never_twice, launch, statuses
 from tests.cluster.served import Served
 
+pytestmark = pytest.mark.nightly(part="clusters")
+
 CAPACITY = {"a": 1, "b": 2}
 OPTIONS = ("--rendezvous", "127.0.0.1:1", "--option", "nodes=a=1,b=2", "--policy", "ours")
 FAST = ("--interval", "600", "--poll", "0.1", "--grace", "60")

@@ -10,6 +10,8 @@ from resilin.cluster.controller.changes import apply
 from resilin.cluster.controller.meeting import OutsideStore, StoreProcess
 from resilin.cluster.controller.state import State
 
+pytestmark = pytest.mark.processes
+
 
 class Told:
     """What was announced, and the state after it."""

@@ -146,6 +146,18 @@ def test_progress_forgives_failures():
     assert cluster.phase("one") is Phase.WAITING
 
 
+def test_one_step_of_progress_does_not_forgive_all_later_failures():
+    cluster = Cluster(submitted("one", max_replicas=1), nodes=[A])
+    cluster.keep(r.Hinted(time=0.0, job="one", hints={"progress": {"progress": 1.0}}))
+    for number in range(1, RULES.failures + 1):
+        cluster.turn(1000.0)
+        cluster.turn()
+        cluster.end(f"one-g{number}-1", 1)
+        cluster.turn()
+        assert cluster.state.jobs["one"].failures == min(number, RULES.failures - 1)
+    assert cluster.phase("one") is Phase.FAILED
+
+
 def test_parts_that_fail_together_are_one_failure():
     cluster = Cluster(submitted("one"))
     cluster.turn()
@@ -359,6 +371,27 @@ def test_a_policy_that_fails_changes_nothing(policy, told):
     assert told in cluster.told[0]
     assert cluster.acts == ()
     assert cluster.running == {"one-g1-1": "a", "one-g1-2": "b"}
+
+
+def test_a_job_never_gets_less_than_its_minimum_whatever_the_policy_says():
+    cluster = Cluster(submitted("one", min_replicas=2))
+    cluster.turn()
+    cluster.turn()
+    cluster.policy = Fixed({"one": (("a", 1),)})
+    cluster.turn(RULES.interval)
+    assert "size of one (1) must be from 2 to 64" in cluster.told[0]
+    assert cluster.acts == ()
+
+
+def test_a_job_with_too_few_nodes_left_is_stopped_also_if_the_policy_fails():
+    cluster = Cluster(submitted("one", min_replicas=2))
+    cluster.turn()
+    cluster.turn()
+    cluster.policy = Failing()
+    cluster.nodes.remove(B)
+    cluster.end("one-g1-2", None)
+    cluster.turn()
+    assert cluster.acts == (Stop("one-g1-1", RULES.grace),)
 
 
 def test_the_loss_of_the_rendezvous_store_is_no_failure_of_its_jobs():

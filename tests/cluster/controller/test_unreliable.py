@@ -17,6 +17,8 @@ from resilin.cluster.controller.rules import Rules
 from tests.cluster.controller.cheap import assert_never_twice, launch, statuses
 from tests.cluster.controller.made import Even, node
 
+pytestmark = pytest.mark.processes
+
 CAPACITY = {"a": 2, "b": 1, "c": 1}
 NODES = tuple(node(name, count) for name, count in CAPACITY.items())
 RULES = Rules(interval=0.5, grace=5.0, lead=0.0, absent=3.0, backoff=0.1, backoff_limit=0.2)

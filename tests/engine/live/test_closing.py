@@ -18,6 +18,8 @@ from resilin.engine.live.closing import close
 from resilin.engine.live.forming import Generation
 from resilin.engine.live.inherited import Listeners, listening
 
+pytestmark = pytest.mark.processes
+
 PEER = """
 import json, sys, time
 from datetime import timedelta

@@ -28,6 +28,8 @@ from resilin.engine.live.forming import (
 from resilin.engine.lost import PeerLost
 from tests.engine.live.members import run
 
+pytestmark = pytest.mark.processes
+
 
 class Impostor(Credentials):
     """Knows where members meet, and not the secret."""

@@ -20,7 +20,10 @@ from resilin.engine.live.forming import Credentials
 from resilin.engine.lost import PeerLost
 from tests.engine.live.members import SECONDS, run
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forked children")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forked children"),
+]
 
 
 def internet_sockets():

@@ -12,6 +12,8 @@ from resilin.engine.group import live_engine
 from resilin.engine.live.refusal import NOT_LIVE
 from resilin.training.bridge.home import Home
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def live(monkeypatch, tmp_path):

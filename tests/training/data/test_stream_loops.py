@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import resilin
-from tests.replicas import gathered, num_replicas
+from tests.replicas import gathered, num_replicas, worlds
 
 LENGTHS = ((9, 4, 0, 13, 7, 1), (5,), (1, 1, 1), (0, 0, 3), (30, 1), (2,) * 11)
-WORLDS = [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2, 3)]
+WORLDS = worlds(1, 2, 3)
 
 
 class Stream:

@@ -11,7 +11,7 @@ import torch
 import resilin
 from resilin.core.shard_order import ShardOrder
 from resilin.training.data.shards.cursor import ShardCursor
-from tests.replicas import gathered, replica
+from tests.replicas import gathered, replica, worlds
 from tests.training.data.numbered import (
     Numbered,
     NumberedSeekable,
@@ -21,7 +21,7 @@ from tests.training.data.numbered import (
     seen_around,
 )
 
-WORLDS = [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2, 3, 4)]
+WORLDS = worlds(1, 2, 3, 4)
 
 
 def cut(samples, sizes):

@@ -48,6 +48,7 @@ def test_two_processes():
         check(case)
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.world_size(4)
 def test_four_processes():
     for case in FOUR:

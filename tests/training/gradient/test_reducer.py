@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from resilin.core.noise import from_sums
 from resilin.training.ballot import Ballot
 from resilin.training.gradient.ddp import DdpReducer
 from resilin.training.gradient.local import LocalReducer
@@ -222,6 +223,38 @@ def test_two_backward_passes_of_a_micro_batch_count_by_its_weight(world, measure
             out.mean().backward()
     for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.world_size(2)
+@both_reducers
+def test_the_noise_does_not_depend_on_a_guess_of_the_weight_nor_on_an_idle_replica():
+    # Nobody knows the total weight: that of the step before is the guess.
+    net = nn.Linear(4, 1, bias=False).to(D)
+    gradient = gradient_of(net, Members(dist.group.WORLD))
+    generator = torch.Generator().manual_seed(replica())
+    for weights in ((1.0, 3.0), (7.0, 2.0), (5.0, 0.0)):
+        gradient.begin(part(weights[replica()]), START)
+        x = torch.randn(3, 4, generator=generator, dtype=D)
+        (own,) = torch.autograd.grad(net(x).square().mean(), net.weight)
+        gradient.forward(x).square().mean().backward()
+        noise = gradient.step.result.noise.read()
+        grads = gathered([own])
+        gradient.end()
+        net.zero_grad()
+        if not all(weights):
+            assert noise is None  # one gradient has nothing to be compared with
+            continue
+        total = sum(weights)
+        mean = sum(w / total * g for w, g in zip(weights, grads, strict=True))
+        squares = [float(g.square().sum()) for g in (*grads, mean)]
+        expected = from_sums(
+            batch_size=total,
+            num_micro_batches=2,
+            weighted_sqr_norm=sum(w / total * s for w, s in zip(weights, squares[:2], strict=True)),
+            mean_sqr_norm=squares[2],
+        )
+        assert noise[0].sqr_norm == pytest.approx(expected.sqr_norm, rel=1e-10)
+        assert noise[0].trace == pytest.approx(expected.trace, rel=1e-10)
 
 
 def test_alone_voters_are_told_of_a_step_that_is_left():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.training.live.test_live_training import (
     EPOCHS,
     STEPS,
@@ -12,6 +14,8 @@ from tests.training.live.test_live_training import (
     run,
     undisturbed,  # noqa: F401
 )
+
+pytestmark = pytest.mark.processes
 
 FEATURES = ["accumulation", "clip", "weight"]
 
@@ -42,6 +46,7 @@ def test_a_copy_that_loses_a_process_is_replaced_as_a_whole(tmp_path, undisturbe
     assert all(each["sums"][-1] == 240 for each in found)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_buffers_of_a_lost_step_are_taken_back_on_all_copies(tmp_path):
     faults = [{"member": 2, "at": "forward", "step": 13}]
     settings = {"features": ["batch_norm", "hsdp"], "faults": faults}
@@ -56,6 +61,7 @@ def test_buffers_of_a_lost_step_are_taken_back_on_all_copies(tmp_path):
         assert each["parameters"] == found[0]["parameters"]
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_model_without_copies_falls_back_to_restarts_and_says_so(tmp_path, undisturbed):  # noqa: F811
     faults = [{"member": 1, "at": "before_step", "step": 13, "once": True}]
     settings = {"features": [*FEATURES, "fsdp", "copies"], "faults": faults}

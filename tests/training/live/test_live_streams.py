@@ -13,6 +13,8 @@ from tests.training.live.test_live_training import (
     undisturbed,
 )
 
+pytestmark = pytest.mark.processes
+
 __all__ = ["undisturbed"]
 
 LIVE, RESTARTS = True, False
@@ -36,6 +38,7 @@ def test_a_killed_member_of_a_job_over_a_stream_costs_nothing(tmp_path, undistur
     assert live == ("restart" not in log)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_joiner_of_a_job_over_a_stream_reads_on_where_the_others_are(tmp_path, undisturbed):
     settings = {
         "features": ["stream", "workers"],

@@ -16,6 +16,8 @@ import pytest
 
 from tests import forked
 
+pytestmark = pytest.mark.processes
+
 JOB = Path(__file__).with_name("job.py")
 EPOCHS = 3
 STEPS = 10
@@ -122,6 +124,7 @@ def test_a_killed_member_costs_nothing(tmp_path, undisturbed, fault):
         assert all(total == 240 or (lacks and 232 <= total < 240) for total in expected)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_an_average_of_the_weights_is_what_it_would_have_been(tmp_path, undisturbed):
     faults = [
         # Within an evaluation: the model has the averaged weights when copies of it are made.
@@ -173,6 +176,7 @@ def test_a_lost_member_is_replaced_and_healed(tmp_path, undisturbed):
     assert all(total == 240 for each in found for total in each["sums"])
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_joiner_that_dies_while_it_is_healed_harms_nobody(tmp_path, undisturbed):
     faults = [
         {"member": 1, "at": "backward", "step": 5},
@@ -194,6 +198,7 @@ def test_a_member_that_is_asked_to_leaves_without_a_lost_step(tmp_path, undistur
     assert "the same members again" not in log
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_script_that_ends_early_on_one_member_holds_up_nobody(tmp_path, undisturbed):
     # Python exits as after a whole training: nothing but the others shows that it was not.
     faults = [
@@ -208,12 +213,14 @@ def test_a_script_that_ends_early_on_one_member_holds_up_nobody(tmp_path, undist
     assert "replaces worker 2" in log
 
 
+@pytest.mark.nightly(part="jobs")
 def test_an_evaluation_that_loses_a_member_says_so(tmp_path, undisturbed):
     found, log = run(tmp_path, {"faults": [{"member": 2, "at": "evaluation", "epoch": 0}]})
     assert_as_undisturbed(found, undisturbed())
     assert "Accumulators continue without" in log
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.parametrize(
     "features",
     [["scaler", "clip"], ["accumulation", "weight"], ["workers"]],
@@ -248,6 +255,7 @@ def test_a_job_that_loses_all_members_is_restarted_from_memory(tmp_path, undistu
     assert re.search(r"resumed 2 replicas at step 1[23] from memory", log)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_job_moves_between_live_and_restarts(tmp_path, undisturbed):
     kept = ["--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "4steps"]
     faults = [{"member": 2, "at": "backward", "step": 6}]

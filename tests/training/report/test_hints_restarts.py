@@ -17,7 +17,7 @@ from tests.training.report.scheduler_server import Server
 from tests.training.report.test_hints import set_environment
 from tests.training.test_torchrun import agent, kill, note, step_of, wait_for
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
@@ -37,6 +37,7 @@ def variables(server):
     }
 
 
+@pytest.mark.nightly(part="jobs")
 @pytest.mark.parametrize("options", [[], ["--sharded"]], ids=["whole", "sharded"])
 def test_a_restart_by_an_agent_is_measured_and_known_to_the_next_one(tmp_path, server, options):
     with agent(tmp_path, "--pause", "0.1", *options, warm=True, **variables(server)) as process:
@@ -60,6 +61,7 @@ def test_a_restart_by_an_agent_is_measured_and_known_to_the_next_one(tmp_path, s
     assert all(each.tables for each in server.hints if each.generation > 0)
 
 
+@pytest.mark.nightly(part="jobs")
 def test_a_live_change_is_measured_and_whoever_is_replica_0_reports(tmp_path, server, monkeypatch):
     for name, value in variables(server).items():
         monkeypatch.setenv(name, value)

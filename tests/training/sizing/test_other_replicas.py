@@ -12,6 +12,8 @@ import pytest
 from tests import forked
 from tests.training.sizing.sizes_job import NUM
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[3]
 JOB = Path(__file__).with_name("sizes_job.py")
 # The path of the tests stays: workers must train with the resilin that is tested.

@@ -92,6 +92,15 @@ def kept(memory, version):
     return {piece.placement.offsets[0]: tensor.item() for piece, tensor in pairs}
 
 
+def test_what_is_kept_for_one_process_of_another_host_is_no_copy_of_this_one(tmp_path):
+    memory = MemoryCopies(tmp_path / "memory", holders=2)
+    BuddyCopies({0: 0, 1: 1}, 0, None).write(
+        memory.directory, Version(0, 1), [incoming(1, 1)], (0, 0, 1)
+    )
+    assert kept(memory, Version(0, 1)) == {0: 1.0}
+    assert memory.versions() == []
+
+
 def test_without_room_the_copy_before_stays_and_what_fitted_is_not_written_twice(
     tmp_path, monkeypatch, caplog
 ):

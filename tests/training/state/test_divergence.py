@@ -13,7 +13,7 @@ from resilin.training.job import current_job
 from resilin.training.state import divergence
 from resilin.training.state.divergence import DivergenceCheck, sums_of
 from tests.counted import group
-from tests.replicas import num_replicas, replica
+from tests.replicas import num_replicas, replica, worlds
 
 D = torch.float64
 
@@ -45,7 +45,7 @@ def one_ulp(parameter):
         parameter.view(-1).view(torch.int64)[3] += 1
 
 
-WORLDS = [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (2, 3)]
+WORLDS = worlds(2, 3)
 
 
 @pytest.mark.parametrize("world", WORLDS)

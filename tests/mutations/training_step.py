@@ -1,0 +1,429 @@
+"""Training: the step, its data, its batch size, the scaling of the optimizer, and the gates."""
+
+from __future__ import annotations
+
+from tests.mutations import Mutation
+
+MUTATIONS: list[Mutation] = [
+    # The ballot ----------------------------------------------------------------------------
+    Mutation(
+        promise="the votes of one that has left are counted for nobody else",
+        path="training/ballot.py",
+        old="            if voter in self._voters:\n                voter.counted(said)",
+        new="            voter.counted(said)",
+        test="tests/training/test_ballot.py::"
+        "test_who_leaves_or_joins_in_a_step_does_not_change_what_the_others_are_told",
+    ),
+    Mutation(
+        promise="a ballot is counted once",
+        path="training/ballot.py",
+        old="cast, self._cast = self._cast, []",
+        new="cast = self._cast",
+        test="tests/training/test_ballot.py::test_a_step_without_a_ballot_tells_nobody",
+    ),
+    Mutation(
+        promise="replicas that divide by different weights are refused",
+        path="training/ballot.py",
+        old="apart = abs(sums.divisor - replicas * own.divisor) > 1e-9 * abs(sums.divisor)",
+        new="apart = own.divisor > sums.divisor",
+        test="tests/training/test_ballot.py::test_replicas_that_do_not_make_the_same_step_are_told",
+    ),
+    # The life of a step --------------------------------------------------------------------
+    Mutation(
+        promise="the cursor stays until the step is committed",
+        path="training/passes.py",
+        old="        current.span = span\n",
+        new="        current.span = span\n        self.cursor.position = span.stop\n",
+        test="tests/training/test_parallel.py::"
+        "test_an_optimizer_that_raises_keeps_its_own_values_and_commits_nothing",
+    ),
+    Mutation(
+        promise="the cursor moves with the commit and not later",
+        path="training/lifecycle.py",
+        old="    job.iterations.commit()\n",
+        new="",
+        test="tests/training/test_lifecycle.py::test_a_failed_step_moves_nothing",
+    ),
+    Mutation(
+        promise="a step that a scaler skips moves no clock",
+        path="training/lifecycle.py",
+        old="""\
+    if outcome is StepOutcome.SKIPPED:
+        model.end_step()
+        return
+""",
+        new="",
+        test="tests/training/test_parallel.py::test_an_overflow_is_skipped_and_not_counted",
+    ),
+    Mutation(
+        promise="the engine is asked before the optimizer steps",
+        path="training/lifecycle.py",
+        old="""\
+    if not job.engine.all_committed():
+        commit_step(job, StepOutcome.FAILED)
+        return None
+    result = model.step_optimizer(own)
+""",
+        new="""\
+    result = model.step_optimizer(own)
+    if not job.engine.all_committed():
+        commit_step(job, StepOutcome.FAILED)
+        return None
+""",
+        test="tests/training/test_lifecycle.py::test_a_failed_step_moves_nothing",
+    ),
+    Mutation(
+        promise="a failed step gives the noise back that it took in",
+        path="training/model.py",
+        old="        self.scaling.take_back()\n",
+        new="        self.scaling.end()\n",
+        test="tests/training/test_lifecycle.py::"
+        "test_a_failed_step_is_issued_again_and_the_run_is_the_one_without_it",
+    ),
+    Mutation(
+        promise="a scheduler does not count a step that failed",
+        path="training/gates/scheduler.py",
+        old="for step in () if given_up else held.values():",
+        new="for step in held.values():",
+        test="tests/training/test_lifecycle.py::test_a_failed_step_moves_nothing",
+    ),
+    Mutation(
+        promise="a scaler does not count a step that failed",
+        path="training/gates/scaler.py",
+        old="            if owner.step_failed():\n",
+        new="            if owner.step_failed() and waited:\n",
+        test="tests/training/test_lifecycle.py::"
+        "test_a_failed_step_is_issued_again_and_the_run_is_the_one_without_it",
+    ),
+    Mutation(
+        promise="tokens on the clock are the weights of the step",
+        path="training/model.py",
+        old="tokens=reduced.weight,",
+        new="tokens=samples,",
+        test="tests/training/test_loader.py::"
+        "test_a_schedule_in_tokens_counts_those_that_the_model_was_told_of",
+    ),
+    # Data ----------------------------------------------------------------------------------
+    Mutation(
+        promise="all zipped loaders issue their part of a failed step again",
+        path="training/data/iteration.py",
+        old="parts = [each for each in self.training if each.handed_out_at == steps]",
+        new="parts: list[Iteration] = []",
+        test="tests/training/test_lifecycle.py::"
+        "test_loaders_that_are_zipped_issue_their_parts_of_a_failed_step_again",
+    ),
+    Mutation(
+        promise="an evaluation begins at the beginning of the data",
+        path="training/data/indexed.py",
+        old="position = cursor.position if moves else epoch * self.order.num_samples",
+        new="position = cursor.position",
+        test="tests/training/data/test_passes.py::"
+        "test_evaluation_on_the_training_loader_moves_nothing",
+    ),
+    Mutation(
+        promise="a short last batch has its full learning rate",
+        path="training/passes.py",
+        old="scale = step_scale(len(span), batch_size, supply.reference.batch_size)",
+        new="scale = len(span) / supply.reference.batch_size",
+        test="tests/training/test_parallel.py::test_at_the_reference_batch_nothing_changes",
+    ),
+    Mutation(
+        promise="positions are dealt anew from the cursor on where replicas have changed",
+        path="training/data/cursor.py",
+        old="self._dealt = Ownership(self.position, membership.num_replicas)",
+        new="self._dealt = Ownership(0, membership.num_replicas)",
+        test="tests/training/test_loader.py::"
+        "test_each_replica_keeps_its_positions_at_the_same_number_of_replicas",
+    ),
+    Mutation(
+        promise="survivors and joiners deal alike",
+        path="training/data/cursor.py",
+        old="if self._dealt_in != membership.generation and membership.reformed:",
+        new="if self._dealt_in is None and membership.reformed:",
+        test="tests/training/test_loader.py::test_survivors_and_joiners_of_a_generation_deal_alike",
+    ),
+    Mutation(
+        promise="batches are joined in the order of the stream",
+        path="training/data/tickets.py",
+        old="joined = torch.cat((first, second))",
+        new="joined = torch.cat((second, first))",
+        test="tests/training/test_same_number.py::test_batches_are_joined_as_they_are_split",
+    ),
+    Mutation(
+        promise="a dataset that has changed is refused in the middle of an epoch",
+        path="training/data/cursor.py",
+        old="        if self._found is None and self._first:\n",
+        new="        if self._found is None and not self._first:\n",
+        test="tests/training/data/test_passes.py::"
+        "test_a_changed_dataset_is_refused_in_the_middle_of_an_epoch",
+    ),
+    # Batch sizes ---------------------------------------------------------------------------
+    Mutation(
+        promise="a step that ran out of memory is repeated from its first sample",
+        path="training/passes.py",
+        old="                index, used = 0, 0\n",
+        new="                index = 0\n",
+        test="tests/training/sizing/test_autoscale.py::"
+        "test_running_out_of_memory_repeats_the_step_in_smaller_pieces",
+    ),
+    Mutation(
+        promise="bounds of an autoscaler keep within those of the loader",
+        path="training/sizing/batch_size.py",
+        old="local_bsz_bounds=(lower, min(upper, self._max_local_bsz))",
+        new="local_bsz_bounds=(lower, upper)",
+        test="tests/training/test_loader.py::"
+        "test_autoscaling_keeps_to_the_largest_micro_batch_of_the_loader",
+    ),
+    Mutation(
+        promise="random numbers of a sample depend on its position and not on the split",
+        path="training/data/tickets.py",
+        old="keys: list[int] = self._stream.keys(ticket.positions).tolist()",
+        new="keys: list[int] = self._stream.keys(range(ticket.num)).tolist()",
+        test="tests/training/state/test_randomness.py::"
+        "test_random_numbers_of_samples_depend_on_their_positions_alone",
+    ),
+    Mutation(
+        promise="a remainder of a stream is dropped if asked",
+        path="training/data/shards/supply.py",
+        old="if len(taken) < (batch_size if self._drops else 1):",
+        new="if len(taken) < 1:",
+        test="tests/training/data/test_streams.py::test_a_dropped_tail_is_dropped_once_for_all",
+    ),
+    Mutation(
+        promise="an autoscaled batch keeps within the bounds of the present replicas",
+        path="training/sizing/autoscale.py",
+        old="return self._tuner.bounds.nearest(self._state.batch_size, replicas)",
+        new="return self._tuner.bounds.nearest(self._state.batch_size, min(1, replicas))",
+        test="tests/training/test_loader.py::test_autoscaling_stays_within_its_bounds",
+    ),
+    Mutation(
+        promise="a micro-batch fits into the memory of every replica",
+        path="training/sizing/memory_limit.py",
+        old="self.limit = min(limits, default=None)",
+        new="self.limit = max(limits, default=None)",
+        test="tests/training/test_same_number.py::"
+        "test_replicas_whose_memory_differs_split_steps_alike",
+    ),
+    Mutation(
+        promise="what did not fit into memory is not tried again",
+        path="training/sizing/memory_limit.py",
+        old="self._ceiling = max(1, size // 2)",
+        new="self._ceiling = size",
+        test="tests/training/sizing/test_autoscale.py::test_room_follows_a_straight_line",
+    ),
+    Mutation(
+        promise="a batch size that the loop has set survives a restart",
+        path="training/sizing/batch_size.py",
+        old="self._in_loop = self._wanted = kept.chosen",
+        new="self._in_loop = kept.chosen",
+        test="tests/training/sizing/test_batch_size_in_loop.py::"
+        "test_a_number_that_the_loop_has_set_survives",
+    ),
+    Mutation(
+        promise="a trace is read at the step that begins",
+        path="training/sizing/batch_size.py",
+        old="size = wanted.at(clock.steps)",
+        new="size = wanted.at(clock.steps + 1)",
+        test="tests/training/test_parallel.py::test_the_classic_accumulation_example",
+    ),
+    Mutation(
+        promise="positions in tokens are refused where nothing counts tokens",
+        path="training/sizing/batch_size.py",
+        old="if not weighs and told is None:",
+        new="if not weighs and told is None and clock.samples:",
+        test="tests/training/sizing/test_batch_schedule.py::"
+        "test_tokens_that_nothing_counts_are_refused",
+    ),
+    Mutation(
+        promise="one replica alone proposes the next size of a ramp",
+        path="training/sizing/by_noise.py",
+        old="""\
+        if self._context.engine.membership.replica != 0:
+            return (0.0,)
+        bound =""",
+        new="        bound =",
+        test="tests/training/sizing/test_ramp.py::test_two_replicas_grow_at_the_same_step",
+    ),
+    Mutation(
+        promise="a cap waits for some measurements of the noise",
+        path="training/sizing/by_noise.py",
+        old="if self._cap.phi is None and self._context.lower_phi(CONFIDENCE) is None:",
+        new="if self._cap.phi is None and noise.sqr_norm == 0:",
+        test="tests/training/sizing/test_noise_cap.py::"
+        "test_one_replica_takes_what_the_noise_allows_of_a_number",
+    ),
+    Mutation(
+        promise="the bounds of the user go before the cap of the noise",
+        path="training/sizing/batch_size.py",
+        old="return self._bounds.nearest(size, self._context.engine.membership.num_replicas)",
+        new="return size",
+        test="tests/training/sizing/test_noise_cap.py::"
+        "test_the_bounds_of_an_autoscaler_go_before_the_cap",
+    ),
+    Mutation(
+        promise="a cap that nothing measures for is refused",
+        path="training/sizing/batch_size.py",
+        old="if isinstance(self._chooser, Ramping) or self._cap is not None:",
+        new="if isinstance(self._chooser, Ramping):",
+        test="tests/training/sizing/test_noise_cap.py::"
+        "test_a_cap_that_nothing_measures_for_is_refused",
+    ),
+    Mutation(
+        promise="who looks at the noise does not take it in",
+        path="training/scaling/estimates.py",
+        old="        return self._noise(self._averages.take_in(self._unread))",
+        new="        self.take_in()\n        return self.group_noise",
+        test="tests/training/scaling/test_estimates.py::test_a_step_is_taken_in_by_the_next_one",
+    ),
+    Mutation(
+        promise="the loss scale does not reach the noise",
+        path="training/scaling/estimates.py",
+        old="self.gradient_scale.read()[0] ** -2",
+        new="self.gradient_scale.read()[0] ** -1",
+        test="tests/training/scaling/test_estimates.py::"
+        "test_the_scale_of_gradients_does_not_reach_the_noise",
+    ),
+    Mutation(
+        promise="noise that is not finite is left out",
+        path="training/scaling/estimates.py",
+        old="if not all(math.isfinite(s.sqr_norm) and math.isfinite(s.trace) for s in samples):",
+        new="if all(math.isnan(s.sqr_norm) and math.isnan(s.trace) for s in samples):",
+        test="tests/training/scaling/test_estimates.py::"
+        "test_a_step_that_cannot_tell_counts_as_not_measured",
+    ),
+    Mutation(
+        promise="samples of steps that were not measured are counted",
+        path="training/scaling/estimates.py",
+        old="self._averages = Averages(groups, unmeasured + weight)",
+        new="self._averages = Averages(groups, weight)",
+        test="tests/training/scaling/test_estimates.py::"
+        "test_what_was_not_taken_in_yet_survives_in_the_state",
+    ),
+    Mutation(
+        promise="noise is measured every so many steps",
+        path="training/scaling/estimates.py",
+        old="self._since + 1 >= self.interval",
+        new="self._since >= self.interval",
+        test="tests/training/scaling/test_estimates.py::test_the_schedule_of_measurements",
+    ),
+    Mutation(
+        promise="a reference batch is run whole",
+        path="training/scaling/estimates.py",
+        old="if split_at is None or split_at > 1:",
+        new="if split_at is None or split_at >= 1:",
+        test="tests/training/scaling/test_reference.py::"
+        "test_a_remainder_that_counts_as_one_reference_step_is_left_whole",
+    ),
+    Mutation(
+        promise="two reference batches that differ are refused",
+        path="training/scaling/reference.py",
+        old="if self._batch_size not in (None, known.batch_size):",
+        new="if self._batch_size is not None and self._batch_size < known.batch_size:",
+        test="tests/training/test_parallel.py::test_settings_that_clash_are_errors",
+    ),
+    Mutation(
+        promise="the noise is that of samples also where tokens are weighed",
+        path="training/scaling/factors.py",
+        old="reference = self.reference.weight(reduced.weight / samples)",
+        new="reference = self.reference.weight(1.0)",
+        test="tests/training/sizing/test_ramp.py::test_tokens_do_not_change_what_the_noise_allows",
+    ),
+    Mutation(
+        promise="clipping follows the gain of its own step",
+        path="training/parallel.py",
+        old="        self._trained.prepare()\n        threshold",
+        new="        threshold",
+        test="tests/training/test_parallel.py::test_clip_grad_norm_waits_and_follows_its_policy",
+    ),
+    Mutation(
+        promise="zero_grad waits while a gradient is accumulated",
+        path="training/gates/optimizer.py",
+        old="            if not gate._owner.gradient_waits():\n                gate._zero_grad(",
+        new="            if True:\n                gate._zero_grad(",
+        test="tests/training/test_parallel.py::"
+        "test_step_and_zero_grad_wait_for_the_last_micro_batch",
+    ),
+    Mutation(
+        promise="accumulation in any loop has the mean of the gradients",
+        path="training/gates/optimizer.py",
+        old="        multiply_all(grads, 1 / self._steps)\n",
+        new="",
+        test="tests/training/test_small_parts.py::test_accumulate_averages_exactly",
+    ),
+    Mutation(
+        promise="factors are taken back though the optimizer raises",
+        path="training/gates/factors.py",
+        old="        yield\n    finally:\n        loan.give_back()",
+        new="        yield\n        loan.give_back()\n    finally:\n        pass",
+        test="tests/training/gates/test_factors.py::test_what_a_failed_step_borrowed_is_given_back",
+    ),
+    Mutation(
+        promise="a learning rate that groups share is multiplied once",
+        path="training/gates/factors.py",
+        old='            loan.multiply(first["lr"], multiple)',
+        new="            for group, _ in sharing:\n"
+        '                loan.multiply(group["lr"], multiple)',
+        test="tests/training/gates/test_factors.py::"
+        "test_groups_that_share_a_learning_rate_get_their_own_factors",
+    ),
+    Mutation(
+        promise="weight decay is scaled only where it acts through the learning rate",
+        path="training/gates/factors.py",
+        old="return isinstance(optimizer, SGD | AdamW)",
+        new="return isinstance(optimizer, Optimizer)",
+        test="tests/training/test_parallel.py::"
+        "test_weight_decay_scales_only_where_it_acts_through_the_learning_rate",
+    ),
+    Mutation(
+        promise="the gradient has its share where the momentum is Nesterov's",
+        path="training/gates/factors.py",
+        old='if not group["nesterov"] and _has_buffers(loan.optimizer, group):',
+        new="if _has_buffers(loan.optimizer, group):",
+        test="tests/training/gates/test_factors.py::"
+        "test_under_a_constant_gradient_a_step_is_worth_its_reference_steps",
+    ),
+    Mutation(
+        promise="a scheduler in the loop steps once per optimizer step",
+        path="training/gates/scheduler.py",
+        old="        if self._waits():\n",
+        new="        if self._waits() and self._clocked is not None:\n",
+        test="tests/training/gates/test_scheduler.py::"
+        "test_a_call_for_any_micro_batch_counts_once_its_step_is_complete",
+    ),
+    Mutation(
+        promise="a clock steps a scheduler for each reference step of a large batch",
+        path="training/gates/scheduler.py",
+        old="        while self._made < due:",
+        new="        if self._made < due:",
+        test="tests/training/test_parallel.py::test_a_clock_steps_a_per_step_scheduler",
+    ),
+    Mutation(
+        promise="a schedule ends with the run though the last step overshoots",
+        path="training/gates/scheduler.py",
+        old="due = scheduler_steps(0.0, min(after, limit))",
+        new="due = scheduler_steps(0.0, after)",
+        test="tests/training/gates/test_scheduler.py::test_a_schedule_of_n_steps_ends_with_the_run",
+    ),
+    Mutation(
+        promise="a scheduler that follows a metric is given to no clock",
+        path="training/gates/scheduler.py",
+        old="if isinstance(scheduler, ReduceLROnPlateau):",
+        new='if isinstance(scheduler, ReduceLROnPlateau) and schedule_by != "rule":',
+        test="tests/training/test_parallel.py::test_schedulers_that_no_clock_can_step",
+    ),
+    Mutation(
+        promise="a scaler that is disabled changes nothing",
+        path="training/gates/scaler.py",
+        old='return bool(frame.f_locals["self"].is_enabled())',
+        new="return True",
+        test="tests/training/test_parallel.py::test_a_disabled_scaler_is_no_matter",
+    ),
+    Mutation(
+        promise="a second optimizer of the weights is refused",
+        path="training/gates/others.py",
+        old="if not self._parameters.isdisjoint(group[",
+        new="if self._parameters.issubset(group[",
+        test="tests/training/gates/test_others.py::"
+        "test_a_second_optimizer_of_the_model_is_refused_before_it_steps",
+    ),
+]
