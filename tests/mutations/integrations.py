@@ -83,4 +83,98 @@ MUTATIONS = [
         new="        if owner is None:\n",
         test="tests/test_compat.py::test_an_attribute_that_is_gone_is_missed_in_one_sentence",
     ),
+    Mutation(
+        promise="the loss that the trainer logs is weighted by tokens",
+        path="integrations/transformers.py",
+        old="                total += loss * micro.weight\n",
+        new="                total += loss\n",
+        test="tests/integrations/test_transformers.py::"
+        "test_the_gradient_is_the_mean_over_the_tokens_of_the_global_batch",
+    ),
+    Mutation(
+        promise="of the state of the job and a folder of the trainer the newer one counts",
+        path="integrations/transformers.py",
+        old='state["version"][1] > home.clock.steps',
+        new='state["version"][1] < home.clock.steps',
+        test="tests/integrations/test_transformers.py::test_of_two_states_the_newer_one_counts",
+    ),
+    Mutation(
+        promise="the steps of the trainer are those of the reference run",
+        path="integrations/trainer_progress.py",
+        old='pace = model.gain if model.rule.clock == "progress" else model.scale',
+        new='pace = model.gain if model.rule.clock == "progress" else 1.0',
+        test="tests/integrations/test_transformers.py::"
+        "test_max_steps_are_those_of_the_reference_run",
+    ),
+    Mutation(
+        promise="the trainer is told how far an adaptive rule has come",
+        path="integrations/trainer_progress.py",
+        old="        return job.clock.read(job.model.rule.clock, reference)\n",
+        new='        return job.clock.read("samples", reference)\n',
+        test="tests/integrations/test_transformers.py::"
+        "test_with_an_adaptive_rule_progress_ends_the_run",
+    ),
+    Mutation(
+        promise="a trainer that was resumed logs the learning rate of its last step",
+        path="integrations/transformers.py",
+        old="        lr = None if self._part is None else self._part.step_lr\n",
+        new="        lr = None\n",
+        test="tests/integrations/test_transformers.py::"
+        "test_max_steps_are_those_of_the_reference_run",
+    ),
+    Mutation(
+        promise="arguments of the trainer that cannot be honoured are refused",
+        path="integrations/transformers.py",
+        old="        if found != value:\n",
+        new="        if found is None:\n",
+        test="tests/integrations/test_transformers.py::"
+        "test_what_the_arguments_say_and_cannot_be_honoured_is_refused[ignore_data_skip]",
+    ),
+    Mutation(
+        promise="settings of a lightning trainer that cannot be honoured are refused",
+        path="integrations/lightning/refusals.py",
+        old="        if value != wanted and not (steps or quick):\n",
+        new="        if value != wanted and (steps or quick):\n",
+        test="tests/integrations/test_lightning.py::"
+        "test_settings_that_cannot_be_honoured_are_refused[accumulate_grad_batches-]",
+    ),
+    Mutation(
+        promise="manual optimization of a lightning module is refused",
+        path="integrations/lightning/refusals.py",
+        old="    if not model.automatic_optimization:\n",
+        new="    if model.automatic_optimization is None:\n",
+        test="tests/integrations/test_lightning.py::"
+        "test_loaders_loops_and_strategies_of_other_kinds_are_refused",
+    ),
+    Mutation(
+        promise="arguments of fit of keras that cannot be honoured are refused",
+        path="integrations/keras/refusals.py",
+        old='    if (steps := arguments["steps_per_epoch"]) is not None:\n',
+        new='    if (steps := arguments["steps_per_epoch"]) == 0:\n',
+        test="tests/integrations/test_keras.py::test_what_fit_cannot_honour_is_refused",
+    ),
+    Mutation(
+        promise="a loss of keras that is a sum and not a mean is refused",
+        path="integrations/keras/refusals.py",
+        old='_MEANS = ("sum_over_batch_size", "mean")\n',
+        new='_MEANS = ("sum_over_batch_size", "mean", "sum")\n',
+        test="tests/integrations/test_keras.py::"
+        "test_what_a_model_is_compiled_with_and_cannot_be_honoured_is_refused",
+    ),
+    Mutation(
+        promise="a call of fit of keras that was under way is resumed and not skipped",
+        path="integrations/keras/progress.py",
+        old='number < self._restored["fit"]',
+        new='number <= self._restored["fit"]',
+        test="tests/integrations/test_keras.py::"
+        "test_a_second_fit_goes_on_and_a_script_that_is_run_again_finds_its_place",
+    ),
+    Mutation(
+        promise="the loss of an epoch of keras is weighted by samples",
+        path="integrations/keras/steps.py",
+        old="keras_names.track_loss(model, loss.detach(), weight)",
+        new="keras_names.track_loss(model, loss.detach(), 1.0)",
+        test="tests/integrations/test_keras.py::"
+        "test_batch_sizes_that_change_train_like_stock_keras_that_sees_whole_batches",
+    ),
 ]
