@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from resilin.training.script.plan import check_split, hints, plan
     from resilin.training.script.progress_bar import progress_bar
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 _HOMES = {
     "Accumulator": "resilin.training.script.accumulator",
