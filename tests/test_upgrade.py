@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import resilin
 from resilin.core.membership import Membership
 
 PAGE = (Path(__file__).parents[1] / "docs" / "upgrade.md").read_text(encoding="utf-8")
@@ -36,6 +35,5 @@ def test_the_page_lists_what_a_script_may_have_imported():
     assert {"replica", "num_replicas"} <= set(Membership.__dataclass_fields__)
 
 
-def test_the_page_is_about_this_release():
+def test_the_page_is_about_the_last_release_with_other_names():
     assert PAGE.startswith("# From 0.1 to 0.2")
-    assert resilin.__version__.startswith("0.2.")

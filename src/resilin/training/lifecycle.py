@@ -188,6 +188,7 @@ def make_step(job: Job, own: Callable[[], Any]) -> Any:
     """
     model = job.trained
     assert model is not None
+    job.iterations.check_unused(told=model.scaling.reference.is_told)
     model.prepare()
     if not job.engine.all_committed():
         commit_step(job, StepOutcome.FAILED)
@@ -237,7 +238,7 @@ def commit_step(job: Job, outcome: StepOutcome) -> None:
         samples = timeline.last_step.samples
         job.recorder.committed(model.scaling, model.optimizer, samples, plan)
     model.end_step()
-    job.iterations.commit()
+    job.iterations.commit(timeline.clock.progress - clock.progress)
     model.advance_schedule(before)
 
 
@@ -267,6 +268,7 @@ def end_epoch(job: Job, asked_by: object = None) -> None:
 
 def end_training(job: Job) -> None:
     """Ends the last step of a loop that need not end where an epoch does."""
+    job.iterations.end_epoch()
     recovery, _ = _end_body(job)
     recovery.between_steps()
     recovery.finish()

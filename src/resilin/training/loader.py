@@ -189,7 +189,8 @@ class AdaptiveDataLoader:
             assert isinstance(self._passes.cursor, ShardCursor)
             return self._passes.cursor.number
         if self._passes.by_progress:
-            return self._batches.epochs_of_progress(self.job.clock.progress)
+            progress = self.job.clock.progress - self._passes.cursor.others
+            return self._batches.epochs_of_progress(progress)
         return self._batches.epoch(self._passes.cursor.position, self.current_batch_size)
 
     def has_passed(self, epoch: int) -> bool:

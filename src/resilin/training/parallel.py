@@ -331,6 +331,22 @@ class AdaptiveDataParallel(nn.Module):
         finally:
             self._flow.weight = None
 
+    @contextmanager
+    def using(self, batch: Any) -> Iterator[None]:
+        """Says which batch the model trains within this block.
+
+        Only a loop that reads ahead or leaves batches out, and calls the model with other tensors
+        than those of the batch, has to say it.
+
+        Args:
+            batch: The batch, as the loader gave it.
+        """
+        self._flow.using = batch
+        try:
+            yield
+        finally:
+            self._flow.using = None
+
     def measures_next(self) -> bool:
         """Whether noise is measured in the next step, if its gradient comes in several parts."""
         return self._scaling.estimates.due(autoscaled=self.job.sized_by_noise)

@@ -10,14 +10,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
-from resilin.core.clock import step_scale
+from resilin.core.clock import Clock, step_scale
 from resilin.core.membership import Membership
 from resilin.core.plan import BatchPlan
 from resilin.engine import overrides
 from resilin.training.data.cursor import FormerNames, LoaderName
 from resilin.training.data.iteration import Iteration
+from resilin.training.data.planned import Planned
+from resilin.training.data.reading import Handed, Reading
 from resilin.training.data.supply import Supply
 from resilin.training.job import Job
 from resilin.training.lifecycle import (
@@ -33,6 +36,9 @@ from resilin.training.sizing.batch_size import PARTS
 from resilin.training.step_plans import StepPlans
 
 logger = logging.getLogger("resilin")
+
+_END: Any = object()
+"""Follows the last batch of a pass."""
 
 
 class Passes:
@@ -63,14 +69,20 @@ class Passes:
         self._latest: Iteration | None = None
         self.cursor = supply.new_cursor(self._name.text)
         """The position in the data."""
-        self.iteration: Iteration | None = None
-        """The iteration over the loader that is under way, if any."""
+        self._iteration: Iteration | None = None
+        self._depth: int | None = None
 
     @property
     def by_progress(self) -> bool:
         """Whether the rule of the model measures epochs by progress, and not by the data."""
         trained = self._job.trained
         return trained is not None and trained.rule.clock == "progress"
+
+    @property
+    def iteration(self) -> Iteration | None:
+        """The iteration over the loader that is under way, if any."""
+        current = self._iteration
+        return None if current is None or current.closed else current
 
     @property
     def samples(self) -> int:
@@ -96,24 +108,135 @@ class Passes:
         if training and not self._begin(loader):
             return
         current = self._open(loader, training=training)
-        outer, self.iteration = self.iteration, current
+        outer, self._iteration = self._iteration, current
         if current.moves:
             self._latest = current
+        current.steps = self._epoch(current)
         complete = False
         try:
-            yield from self._epoch(current)
+            yield from self._read(current)
             complete = True
         finally:
-            if not complete:
-                self._supply.close(current, complete=False)
-            job.iterations.end(current)
-            if self.iteration is current:
-                self.iteration = None if outer is None or outer.closed else outer
+            # Where the loop has read ahead, the last steps of the pass are still to come.
+            if not (complete and current.reading.over):
+                if not complete:
+                    self._supply.close(current, complete=False)
+                job.iterations.end(current)
+                if self._iteration is current:
+                    self._iteration = outer
+
+    def _read(self, current: Iteration) -> Iterator[Any]:
+        """The batches of a pass, as the loop asks for them."""
+        reading = current.reading
+        while True:
+            if current.closed:
+                raise RuntimeError(
+                    f"this iteration over {self._name.text!r} was asked for a batch after a later "
+                    "one over the same loader had begun: only one at a time can train"
+                )
+            with reading.lock:
+                reading.requests += 1
+                if self._reads_ahead(current):
+                    batch = self._take_ahead(current)
+                    reading.over = batch is _END
+                else:
+                    batch = next(current.steps, _END)
+            if batch is _END:
+                if reading.one_by_one:
+                    self._job.iterations.gone.clear()
+                return
+            yield batch
+
+    def _reads_ahead(self, current: Iteration) -> bool:
+        """Whether the loop asks for a batch and has another one that it has not trained.
+
+        It reads ahead, or has left that one out: the next call of the model tells. Where no batch
+        can be read before its step begins, it was left out.
+        """
+        job, reading = self._job, current.reading
+        if not current.training or job.trained is None or current.micro_batch is None:
+            return False
+        flow, step = job.trained.flow, job.trained.gradient.step
+        in_loop = flow.thread in (None, get_ident())
+        untouched = current.round == job.iterations.entries
+        trained = in_loop and not untouched and step.leaves_batch
+        if trained and not reading.ahead:
+            return False
+        left = untouched and in_loop and reading.one_by_one and not reading.ahead
+        if left or job.live is not None or self._foresee(current) is None:
+            if untouched:
+                job.iterations.gone += [current.handed(), *reading.ahead]
+            while reading.ahead:
+                next(current.steps)
+            return False
+        reading.first = current.handed()
+        if trained:
+            # What is done between two steps is done where the loop asks for data.
+            next(current.steps)
+        return True
+
+    def _take_ahead(self, current: Iteration) -> Any:
+        """A batch whose step has not begun, for the loop."""
+        if current.copies:
+            planned, index, batch = current.copies.popleft()
+        else:
+            planned = self._foresee(current)
+            if planned is None or planned.is_read:
+                return _END
+            index, batch = planned.read, planned.fetch()
+        weight = self._weigh(batch, planned.sizes[index])
+        current.reading.ahead.append(Handed.of(batch, planned.span, weight))
+        return batch
+
+    def _foresee(self, current: Iteration) -> Planned | None:
+        """The step of the next batch that nobody has read.
+
+        Returns:
+            The step; one that was read whole if it is the last one of the pass, and None if the
+            next one is not known before it begins.
+        """
+        last = self._read_steps(current)[-1]
+        for each in self._read_steps(current):
+            if not each.is_read:
+                return each
+        clock, position = self._clock_ahead(current), last.span.stop
+        if self.is_over(current, position, clock):
+            return last
+        batch_size = self._sizes.now(clock)
+        span = self._supply.span_ahead(position, batch_size)
+        if span is None:
+            return None
+        current.planned.append(self._planned(current, span, batch_size))
+        return current.planned[-1]
+
+    def _clock_ahead(self, current: Iteration) -> Clock:
+        """The clock after the steps that were read, each worth as little as it may be."""
+        clock = self._job.clock
+        for each in self._read_steps(current):
+            if each.steps is not None and each.steps < self._job.clock.steps:
+                continue  # committed
+            scale = self._scale(each)
+            clock = clock.advance(
+                samples=len(each.span),
+                scale=scale,
+                gain=min(1.0, scale),
+                sample_steps=self._supply.sample_steps(each.span, scale),
+            )
+        return clock
+
+    def _read_steps(self, current: Iteration) -> list[Planned]:
+        assert current.under_way is not None
+        return [current.under_way, *current.planned]
+
+    def _scale(self, planned: Planned) -> float:
+        reference = self._supply.reference.batch_size
+        return step_scale(len(planned.span), planned.batch_size, reference)
 
     def _begin(self, loader: object) -> bool:
         """Begins a pass that trains; whether there is anything to do in it."""
         job = self._job
         start(job)
+        job.iterations.settle()
         self.take_part()
         job.timeline.epoch_is_new = False
         for other in [each for each in job.iterations.training if each.loader is loader]:
@@ -138,11 +261,13 @@ class Passes:
             measured_forward=lambda: self._sizes.memory.measured(self.samples),
             training=training,
             moves=moves,
-            began=job.clock,
+            reference=self._supply.reference,
+            began=job.clock.progress - self.cursor.others,
             membership=membership,
             epoch=job.epoch,
             position=place.position,
             data_end=place.end,
+            reading=Reading(self._depth),
         )
         if training:
             until = None if self.by_progress else current.data_end
@@ -152,113 +277,149 @@ class Passes:
 
     def _epoch(self, current: Iteration) -> Iterator[Any]:
         job = self._job
-        while not self.is_over(current, current.position):
+        while current.planned or not (
+            current.reading.over or self.is_over(current, current.position)
+        ):
             if current.training:
                 _end_script(job, self._stop_at)
             membership = begin_step(job, current) if current.training else job.engine.membership
             if current.moves and self._join(membership):
+                if current.reading.ahead:
+                    raise RuntimeError(
+                        f"the place of {self._name.text!r} was changed to {self.cursor.position} "
+                        f"while the loop had read {len(current.reading.ahead)} batches ahead of "
+                        f"{current.position}: load its state between two passes"
+                    )
+                current.planned.clear()
+                current.copies.clear()
                 current.membership = membership
                 current.position = self.cursor.position
                 if self.is_over(current, current.position):
                     continue  # others have committed the step that was lost here
             if current.training and not self._sizes.memory.agree():
                 continue
-            batch_size = self._sizes.now()
-            span = self._supply.span(current, batch_size)
-            if not span:
-                continue  # a replica was lost, or the data are over
-            yield from self._step(current, span, batch_size)
+            if current.planned:
+                planned = current.planned.popleft()
+            else:
+                batch_size = self._sizes.now()
+                span = self._supply.span(current, batch_size)
+                if not span:
+                    continue  # a replica was lost, or the data are over
+                planned = self._planned(current, span, batch_size)
+            yield from self._step(current, planned)
             end_lost_step(job)
-            if current.closed:
-                raise RuntimeError(
-                    f"this iteration over {self._name.text!r} was asked for a batch after a later "
-                    "one over the same loader had begun: only one at a time can train"
-                )
             if job.iterations.must_reissue(current):
                 continue
             if current.training:
                 job.iterations.commit_zipped(current)
-            current.advance(span.stop)
+            current.advance(planned.span.stop)
+        self._depth = current.reading.depth
         if current.training:
             end_pass(job)
-        self._supply.close(current, complete=self._goal(current) is None)
+        by_data = self._goal(current, made=current.made) is None
+        self._supply.close(current, complete=by_data)
         self._sizes.pause()
         if current.training:
             passes = self.cursor.passes
             self.cursor.passes = passes.end(current.enclosing, job.iterations.positions())
             end_epoch(job, current)
 
-    def is_over(self, current: Iteration, position: int) -> bool:
-        """Whether its epoch ends at this position: by progress if there is a goal, else by data."""
-        goal, batches = self._goal(current), self._supply.batches
+    def is_over(self, current: Iteration, position: int, clock: Clock | None = None) -> bool:
+        """Whether its epoch ends at this position: by progress if there is a goal, else by data.
+
+        Args:
+            current: The pass.
+            position: The position.
+            clock: The clock there, if steps before it are still to be made.
+        """
+        goal = self._goal(current, made=current.made or clock is not None)
+        batches = self._supply.batches
         if goal is None or batches is None:
             return self._supply.is_over(current, position)
-        return batches.reaches(self._job.clock.progress, goal)
+        return batches.reaches(current.own_progress(clock or self._job.clock), goal)
 
-    def _goal(self, current: Iteration) -> int | None:
-        """Epochs of the reference run after which the epoch ends; None if its data say that."""
+    def _goal(self, current: Iteration, *, made: bool) -> int | None:
+        """Epochs of the reference run after which the epoch ends; None if its data say that.
+
+        A step that the model makes makes this the training loader; its rule says whether an epoch
+        is measured by the data or by progress.
+        """
         batches = self._supply.batches
-        # A step that the model committed makes this the training loader; its rule says whether
-        # an epoch is measured by the data or by progress.
-        if batches is None or not self.by_progress:
+        if batches is None or not self.by_progress or not made:
             return None
-        if self._job.clock.steps <= current.began.steps:
-            return None
-        return batches.epochs_of_progress(current.began.progress) + 1
+        return batches.epochs_of_progress(current.began) + 1
 
     # A step --------------------------------------------------------------------------------
 
-    def _step(self, current: Iteration, span: range, batch_size: int) -> Iterator[Any]:
-        job, sizing, supply = self._job, self._sizes, self._supply
-        training, self.iteration = current.training, current
-        if training:
-            job.timeline.reference = supply.reference
-        share = supply.share(current, span)
-        plan = sizing.plan(len(span), batch_size, training=training, shares=share.shares)
-        current.plan = plan
-        sizing.begin_step(plan, whole=training and len(span) == batch_size)
+    def _planned(self, current: Iteration, span: range, batch_size: int) -> Planned:
+        """A step at these positions, as it is split now."""
+        job, training = self._job, current.training
+        share = self._supply.share(current, span)
+        plan = self._sizes.plan(len(span), batch_size, training=training, shares=share.shares)
         sizes = self._plans.split(plan, batch_size, training=training).micro_batches(share.slot)
         if not training:
             if job.trained is not None and job.trained.gradient.collective:
                 _check_evaluation(plan, counted=share.shares is None)
             # Only a step of training needs every replica in every micro-batch.
             sizes = tuple(size for size in sizes if size)
-        scale = step_scale(len(span), batch_size, supply.reference.batch_size)
+        return Planned(span, batch_size, plan, share, sizes)
+
+    def _step(self, current: Iteration, planned: Planned) -> Iterator[Any]:
+        job, sizing, supply, span = self._job, self._sizes, self._supply, planned.span
+        training, self._iteration = current.training, current
+        if training:
+            job.timeline.reference = supply.reference
+        current.plan, current.span, current.under_way = planned.plan, span, planned
+        planned.steps = job.clock.steps
+        whole = training and len(span) == planned.batch_size
+        sizing.begin_step(planned.plan, whole=whole)
+        scale = self._scale(planned)
         common: dict[str, Any] = {
             "samples": len(span),
             "scale": scale,
             "sample_steps": supply.sample_steps(range(current.position, span.stop), scale),
         }
-        current.span = span
-        index, used, num = 0, 0, sum(sizes)
-        while index < len(sizes):
-            count, last = sizes[index], index + 1 == len(sizes)
-            batch = share.take(used, sizes[index:]) if count else share.filler()
-            used += count
-            self._hand_out(current, batch, count, index=index, last=last, **common)
-            yield batch
+        index = 0
+        while index < len(planned.sizes):
+            count, last = planned.sizes[index], index + 1 == len(planned.sizes)
+            self._hand_out(current, planned, count, index=index, last=last, **common)
+            yield current.batch
             index += 1
             if current.repeats_below is not None:
                 # This replica's part of the step, once more and in smaller pieces.
-                smaller = BatchPlan(num, 1, max_local_bsz=max(1, current.repeats_below // 2))
-                sizes, current.repeats_below = smaller.micro_batches(0), None
-                index, used = 0, 0
+                most = max(1, current.repeats_below // 2)
+                smaller = BatchPlan(sum(planned.sizes), 1, max_local_bsz=most)
+                planned.again(smaller.micro_batches(0))
+                for each in current.planned:
+                    each.again()
+                current.copies.clear()
+                index, current.repeats_below = 0, None
         if job.trained is None:
             sizing.count_step(**common)
 
-    def _hand_out(self, current: Iteration, batch: Any, count: int, **facts: Any) -> None:
-        weight, total = float(count), float(facts["samples"])
-        if self._batch_weight is not None:
-            weight = float(self._batch_weight(batch)) if count else 0.0
+    def _hand_out(self, current: Iteration, planned: Planned, count: int, **facts: Any) -> None:
+        reading = current.reading
+        reading.first = reading.ahead.popleft() if reading.ahead else None
+        if reading.first is not None:
+            batch, weight = None, reading.first.weight
+        else:
+            batch = current.copies.popleft()[2] if current.copies else planned.fetch()
+            weight = self._weigh(batch, count)
+        current.batch = batch
         micro_batch = MicroBatch(
             number=self._job.iterations.next_number(),
             weight=weight,
-            total_weight=total if self._batch_weight is None else None,
+            total_weight=float(facts["samples"]) if self._batch_weight is None else None,
             count=count,
             training=current.moves,
             **facts,
         )
         self._job.iterations.hand_out(current, micro_batch)
+
+    def _weigh(self, batch: Any, count: int) -> float:
+        if self._batch_weight is None or not count:
+            return float(count)
+        return float(self._batch_weight(batch))
 
     # Membership and state ------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ Each program runs undisturbed, and then once for each moment at which it may be 
 trained on, step by step, must be the same.
 """
 
+import collections
 import itertools
 from contextlib import nullcontext
 
@@ -33,12 +34,12 @@ def loader(data=None, **settings):
 class Life:
     """One process of a program; `lost` is the number of the moment at which it ends."""
 
-    def __init__(self, record, lost):
+    def __init__(self, record, lost, **settings):
         self.record, self._lost, self._moment = record, lost, 0
         resilin.reset_job()
         net = torch.nn.Linear(1, 1).double()
         self.optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-        self.model = resilin.AdaptiveDataParallel(net, self.optimizer, rule="linear")
+        self.model = resilin.AdaptiveDataParallel(net, self.optimizer, rule="linear", **settings)
         resilin.checkpoint_to(None, memory_every=1)
 
     def moment(self):
@@ -63,6 +64,16 @@ class Life:
                 self.moment()
                 self.model(x)
         self.model.train()
+
+
+def ahead(batches, num):
+    """Reads so many batches ahead of the one that it yields."""
+    read = collections.deque()
+    for batch in batches:
+        read.append(batch)
+        if len(read) > num:
+            yield read.popleft()
+    yield from read
 
 
 def train_all(life, data, fails=False):
@@ -188,6 +199,23 @@ def bad_batches_left_out(life):
         life.moment()
 
 
+def read_ahead(life):
+    data = loader()
+    for _ in resilin.remaining_epochs_until(2):
+        for batch in ahead(data, 2):
+            life.train(batch)
+        life.moment()
+
+
+def in_turn(life):
+    a, b = loader(rows(12)), loader(rows(16, 100))
+    for _ in resilin.remaining_epochs_until(2):
+        for batches in zip(a, b, strict=False):
+            for batch in batches:
+                life.train(batch)
+        life.moment()
+
+
 def one_phase_after_the_other(life):
     first = loader(rows(12))
     for _ in resilin.remaining_epochs_until(1):
@@ -216,6 +244,8 @@ PROGRAMS = [
     evaluated_within_a_step,
     left_by_the_clock,
     bad_batches_left_out,
+    read_ahead,
+    in_turn,
     one_phase_after_the_other,
 ]
 
@@ -330,9 +360,9 @@ def test_a_state_of_the_first_release_is_resumed():
 # Whose batch it is ---------------------------------------------------------------------------
 
 
-def test_after_zipped_loaders_a_stock_loader_counts_by_itself():
-    life = Life({}, None)
-    a, b = loader(rows(40)), loader(rows(80), batch_size=16)
+def test_after_zipped_loaders_a_stock_loader_counts_by_itself_if_the_model_knows_its_reference():
+    life = Life({}, None, batch_size=4)
+    a, b = loader(rows(40)), loader(rows(80), batch_size=4)
     for (x,), (y,) in zip(a, b, strict=False):
         life.train((x,), (y,))
     job = resilin.current_job()
@@ -341,6 +371,19 @@ def test_after_zipped_loaders_a_stock_loader_counts_by_itself():
     for (x,) in DataLoader(rows(12), batch_size=4):
         life.train((x,))
     assert life.model.clock.samples - before == 12
+
+
+@pytest.mark.parametrize(
+    "again", [itertools.cycle, lambda data: itertools.chain(data, DataLoader(rows(8)))]
+)
+def test_a_step_on_a_batch_of_no_pass_is_refused(again):
+    life, batches = Life({}, None), again(loader())
+    for _ in range(ROWS // BATCH):
+        life.train(next(batches))
+    batch = next(batches)
+    with pytest.raises(RuntimeError, match="not that of a pass over an AdaptiveDataLoader"):
+        life.train(batch)
+    assert life.model.clock.samples == ROWS
 
 
 def test_an_iteration_that_is_closed_late_takes_nothing_back():

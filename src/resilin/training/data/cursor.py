@@ -60,6 +60,8 @@ class Cursor:
         """The first position that no committed step has used."""
         self.passes = PassCount()
         """Complete passes."""
+        self.others = 0.0
+        """Progress that the job has made with other loaders while this one was iterated."""
         self.owner: object = None
         """Identifies the loader that used it last."""
         self.num_loads = 0
@@ -113,6 +115,8 @@ class Cursor:
     def state_dict(self) -> dict[str, Any]:
         """The data state: which stream, where in it, and which passes of the epoch are complete."""
         state = {**self.place(), **self.passes.state()}
+        if self.others:
+            state["others"] = self.others
         return state if self.chosen is None else {**state, "batch_size": self.chosen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -123,6 +127,7 @@ class Cursor:
         """
         self.resume(state)
         self.chosen = state.get("batch_size")
+        self.others = float(state.get("others", 0.0))
         self.num_loads += 1
         self.passes = PassCount.from_state(state, self.position)
 

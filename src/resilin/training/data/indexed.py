@@ -91,6 +91,10 @@ class IndexedSupply:
         """The positions of the next step."""
         return self.batches.span(current.position, batch_size)
 
+    def span_ahead(self, position: int, batch_size: int) -> range:
+        """The positions of a step that begins at this position."""
+        return self.batches.span(position, batch_size)
+
     def share(self, current: Iteration, span: range) -> IndexedShare:
         """This replica's part of a step."""
         self._current, self._owners = current, _owners(current)

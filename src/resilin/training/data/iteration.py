@@ -8,15 +8,18 @@ out the latest micro-batch, and only that one gives its place back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from resilin.core.clock import Clock
+from resilin.core.clock import Clock, Reference
 from resilin.core.membership import Membership
 from resilin.core.plan import BatchPlan
 from resilin.training.data.cursor import Cursor, Cursors
+from resilin.training.data.planned import Planned
+from resilin.training.data.reading import Handed, Reading, trained_one
 from resilin.training.records import MicroBatch
 from resilin.training.timeline import Timeline
 
@@ -48,8 +51,10 @@ class Iteration:
     """Whether it trains; decided once, when the iteration begins."""
     moves: bool
     """Whether it moves the cursor of the loader; an evaluation does not."""
-    began: Clock
-    """The clock when it began."""
+    reference: Reference
+    """The run that the learning rate of its loader was tuned for."""
+    began: float
+    """Progress with its loader when it began."""
     membership: Membership
     """Members that take part in the current step."""
     epoch: int
@@ -77,6 +82,36 @@ class Iteration:
     """Whether it is over: exhausted, left, or superseded by a later one."""
     enclosing: dict[str, int] = field(default_factory=dict)
     """Positions of the training iterations that were open when this one began, by loader."""
+    steps: Iterator[Any] = field(default_factory=lambda: iter(()))
+    """Runs its steps: each item is a micro-batch that is handed out to the model."""
+    under_way: Planned | None = None
+    """The current step."""
+    planned: deque[Planned] = field(default_factory=deque)
+    """Later steps of which a batch was read."""
+    copies: deque[Any] = field(default_factory=deque)
+    """Batches of these on their way to the device, which the loop does not have yet."""
+    reading: Reading = field(default_factory=lambda: Reading(None))
+    """Batches that the loop has and has not trained."""
+    batch: Any = None
+    """The batch of the current micro-batch; None if the loop had read it before."""
+    entered: bool = False
+    """Whether the model was called with the current micro-batch."""
+    used: bool = False
+    """Whether a step was committed with it."""
+    credit: float = 0.0
+    """Progress of a step with a batch that the loop has read together with the current one."""
+    made: bool = False
+    """Whether a step was committed with one of its batches."""
+    round: int = 0
+    """Batches that a loop reads together, as with `zip`, are of one round."""
+
+    def handed(self, *, copies: bool = True) -> Handed:
+        """The current micro-batch, recognised by its tensors."""
+        return self.reading.first or Handed.of(self.batch, self.span, copies=copies)
+
+    def own_progress(self, clock: Clock) -> float:
+        """Progress that was made with batches of its loader."""
+        return clock.progress - self.cursor.others
 
     def advance(self, position: int) -> None:
         """Moves to the next step, and the cursor of the loader with it unless this evaluates."""
@@ -97,6 +132,15 @@ class Iterations:
         self._handed_out = 0
         self._asked: list[object] = []
         self._asked_at = -1
+        self._round = 0
+        self._together: list[Iteration] = []
+        self._in_step: list[Iteration] = []
+        self._in_turn: bool | None = None
+        self.entries = 0
+        """Micro-batches that the model was called with."""
+        self._trains = False
+        self.gone: list[Handed] = []
+        """Batches that the loop has left out, or may train later: the next call tells."""
         self.cursors = Cursors()
         """Positions of the loaders that train."""
         self.current: Iteration | None = None
@@ -170,7 +214,101 @@ class Iterations:
         iteration.micro_batch = micro_batch
         iteration.handed_out_at = self._timeline.clock.steps if micro_batch.last else None
         iteration.failed_at = None
+        iteration.entered, iteration.used = False, False
+        iteration.credit, iteration.round = 0.0, self.entries
+        self._round, self._trains = self.entries, self._trains or iteration.training
         self.current = iteration
+
+    # What the model is called with -----------------------------------------------------------
+
+    def follow(self, values: Any, *, called: bool, pending: bool) -> None:
+        """Makes the micro-batch current that the model is called with.
+
+        That is the one handed out last, unless the loop reads ahead or has zipped several loaders.
+
+        Args:
+            values: Arguments of the model, or a batch as the loader gave it.
+            called: Whether an earlier call waits for its backward pass.
+            pending: Whether the step has a part of its gradient, and waits for the rest.
+
+        Raises:
+            RuntimeError: The batch of the call cannot be told, or cannot be trained.
+        """
+        current = self.current
+        if current is None or not current.training:
+            return
+        if self.gone or any(each.reading.ahead for each in self.training):
+            self._recognise(values, called=called)
+        fresh: list[Iteration] = []
+        if len(self.training) > 1:
+            fresh = [e for e in self.training if e.round == self._round and not e.entered]
+        if fresh:
+            self._choose(fresh, values, called=called, pending=pending)
+
+    def _recognise(self, values: Any, *, called: bool) -> None:
+        """Moves to the batch that the model is called with, where the loop has read ahead."""
+        readers = [e for e in self.training if e.reading.ahead or (self.gone and e is self.current)]
+        found = [each.reading.find(each.handed(), values, self.gone, called) for each in readers]
+        # Of several loaders, one may give labels only: its batches are read with those of another.
+        known = {index for index in found if index is not None}
+        alike = len({len(each.reading.ahead) for each in readers}) == 1
+        for each, index in zip(readers, found, strict=True):
+            if index is None and not (alike and len(known) == 1):
+                raise RuntimeError(each.reading.undecided(self.gone))
+            with each.reading.lock:
+                for _ in range(max(known) if index is None else index):
+                    next(each.steps)
+        self.gone.clear()
+
+    def _choose(self, fresh: list[Iteration], values: Any, *, called: bool, pending: bool) -> None:
+        """Tells which of several loaders that were read together the model is called with."""
+        current = self.current
+        assert current is not None
+        if called and current in self._in_step:
+            # Several calls, and one loss.
+            self._in_turn = False
+            _check_alike([current, *fresh])
+            self._take(fresh)
+            return
+        chosen: int | None = None
+        if len(fresh) > 1:
+            copies = self._in_turn is None
+            handed = [each.handed(copies=copies) for each in fresh]
+            chosen = trained_one(values, handed, copies=copies)
+        elif current.used:
+            self._in_turn = True
+        if chosen is None and not self._in_turn:
+            _check_alike(fresh)
+            self._together = fresh
+        else:
+            self._together = [fresh[chosen or 0]]
+        if pending and not any(each in self._in_step for each in self._together):
+            raise RuntimeError(_IN_TURN)
+        one = self._together[-1]
+        self.current, self._timeline.reference = one, one.reference
+
+    def enter(self, *, first: bool) -> None:
+        """Counts the current micro-batch as one that the model was called with.
+
+        Args:
+            first: Whether a step begins with it.
+        """
+        current = self.current
+        assert current is not None
+        assert current.micro_batch is not None
+        together, self._together = self._together or [current], []
+        self._in_step = [] if first else self._in_step
+        self._take(together)
+        reading = current.reading
+        reading.called = reading.requests
+        reading.one_by_one = reading.one_by_one or reading.requests == 1
+        self.entries += 1
+
+    def _take(self, parts: list[Iteration]) -> None:
+        for each in parts:
+            each.entered = True
+            if each not in self._in_step:
+                self._in_step.append(each)
 
     def fail(self) -> bool:
         """Marks the current step as failed, in all iterations that handed out a part of it.
@@ -194,17 +332,73 @@ class Iterations:
         """
         return iteration.failed_at == self._timeline.clock.steps
 
-    def commit(self) -> None:
+    def check_unused(self, *, told: bool) -> None:
+        """Refuses a step on a batch that was trained before, as from a list of batches.
+
+        Args:
+            told: Whether the reference batch is known without a loader of resilin.
+
+        Raises:
+            RuntimeError: The batch of the step was trained, or comes from no pass over a loader.
+        """
+        current = self.current
+        if current.used if current is not None else self._trains and not told:
+            raise RuntimeError(
+                "a step on a batch that is not that of a pass over an AdaptiveDataLoader, in a job "
+                "that trains on one: its pass was closed, as by `next(iter(loader))`, or it was "
+                "trained before and kept, as by `itertools.cycle(loader)`, and its weight and its "
+                "place in the order are unknown. Keep one iterator per pass, and iterate over the "
+                "loader again for each epoch; say which of several batches is meant with `with "
+                "model.using(batch):`; for batches of your own, give batch_size= to the "
+                "AdaptiveDataParallel"
+            )
+
+    def commit(self, gain: float) -> None:
         """Moves the cursor past the current step.
 
-        Of nested or zipped loops, that of the innermost one that trains: the others move when they
-        are asked for their next step.
+        Progress counts for the loaders whose batches were in the step, and for those that were read
+        together with them: labels may come from another loader. Of nested or zipped loops,
+        the cursor of the innermost one that trains moves: the others move when they are asked for
+        their next step.
+
+        Args:
+            gain: Progress of the step.
         """
-        iteration = self.current
+        parts = [each for each in self.training if each in self._in_step]
+        for each in self.training:
+            if each in parts:
+                # It was called itself, and not only read with a batch that was.
+                each.cursor.others += each.credit
+                each.credit, each.used = 0.0, True
+            elif parts and each.round == parts[-1].round and not each.entered and not each.credit:
+                each.credit = gain
+            else:
+                each.cursor.others += gain
+                continue
+            each.made = True
+        self._in_step = []
+        iteration = parts[-1] if parts else self.current
         while iteration is not None and not iteration.moves:
             iteration = iteration.outer
         if iteration is not None:
             iteration.advance(iteration.span.stop)
+
+    def settle(self) -> None:
+        """Ends the passes that the loop has read to their end: what it has not trained is left out.
+
+        It may turn out to have read that ahead of its training: the next call of the model tells.
+        """
+        for each in [other for other in self.training if other.reading.over]:
+            untrained = [] if each.entered else [each.handed()]
+            self.gone += [*untrained, *each.reading.ahead]
+            for _ in each.steps:
+                pass
+            self.end(each)
+
+    def end_epoch(self) -> None:
+        """Ends the passes of an epoch: the loop will not train what it has left."""
+        self.settle()
+        self.gone.clear()
 
     def commit_zipped(self, iteration: Iteration) -> None:
         """Moves the cursors of later training iterations whose current step was committed.
@@ -231,6 +425,9 @@ class Iterations:
         # The loader keeps its latest iteration. In a cycle it would be left to the garbage
         # collector, which takes 5 s for each of its workers.
         iteration.loader, iteration.measured_forward = None, nullcontext
+        iteration.steps, iteration.batch = iter(()), None
+        iteration.planned.clear()
+        iteration.copies.clear()
 
     def close(self) -> None:
         """Ends the workers of all loaders: the job is over."""
@@ -243,3 +440,36 @@ def _open(iteration: Iteration | None) -> Iteration | None:
     while iteration is not None and iteration.closed:
         iteration = iteration.outer
     return iteration
+
+
+def _check_alike(parts: list[Iteration]) -> None:
+    """Refuses batches of one loss that are not the same part of their steps.
+
+    Raises:
+        RuntimeError: They are not: one weight cannot be right for all of them.
+    """
+    micros = [each.micro_batch for each in parts]
+    first, *others = [each for each in micros if each is not None]
+    for other in others:
+        place = (first.index, first.last) == (other.index, other.last)
+        weights, totals = (first.weight, other.weight), (first.total_weight, other.total_weight)
+        if totals[0] is None or totals[1] is None:
+            same = weights[0] == weights[1]
+        else:
+            same = weights[0] * totals[1] == weights[1] * totals[0]
+        if not (place and same):
+            raise RuntimeError(
+                f"one loss over batches of several loaders: that of {parts[0].name!r} is "
+                f"{first.weight:g} of {first.samples} samples of its step on this replica, and "
+                f"another is {other.weight:g} of {other.samples}. One weight is right for both "
+                "only if they are the same part of their steps: give the loaders equal batch_size, "
+                "max_local_bsz and drop_last=True, load one dataset that returns both, or make a "
+                "step on each"
+            )
+
+
+_IN_TURN = (
+    "a step on the batch of one loader is accumulated, and the model is called with the batch of "
+    "another: steps on the loaders of a `zip` in turn need one micro-batch per step; set a larger "
+    "max_local_bsz, or train on one loader after the other"
+)

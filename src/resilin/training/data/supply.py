@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from resilin.core.batches import Batches
@@ -11,6 +10,7 @@ from resilin.core.membership import Membership
 from resilin.core.plan import BatchPlan
 from resilin.training.data.cursor import Cursor, Order
 from resilin.training.data.iteration import Closable, Iteration
+from resilin.training.data.planned import Share
 
 
 class Plans(Protocol):
@@ -28,33 +28,6 @@ class Plans(Protocol):
             batch_size: The global batch size.
             training: Whether the step trains.
         """
-        ...
-
-
-class Share(Protocol):
-    """The samples of one step that this replica runs."""
-
-    @property
-    def slot(self) -> int:
-        """The place of this replica in the plan of the step."""
-        ...
-
-    @property
-    def shares(self) -> tuple[int, ...] | None:
-        """Samples of each replica, if the plan does not determine them."""
-        ...
-
-    def take(self, used: int, sizes: Sequence[int]) -> Any:
-        """A micro-batch, collated.
-
-        Args:
-            used: Samples of the share that earlier micro-batches had.
-            sizes: Sizes of this micro-batch and of those that follow it in the step.
-        """
-        ...
-
-    def filler(self) -> Any:
-        """A batch of one sample that is not of this share."""
         ...
 
 
@@ -115,6 +88,10 @@ class Supply(Protocol):
         Returns:
             The positions; None if the replicas could not agree, because one was lost.
         """
+        ...
+
+    def span_ahead(self, position: int, batch_size: int) -> range | None:
+        """The positions of a step that begins at this position; None if only the step tells."""
         ...
 
     def share(self, current: Iteration, span: range) -> Share:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from resilin.training.gradient.tensors import tensors_in
+from resilin.training.tensors import tensors_in
 
 
 class _Call:

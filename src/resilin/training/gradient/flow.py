@@ -5,14 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, Protocol
 
 from resilin.engine.base import Engine
 from resilin.training.gradient import refusals
 from resilin.training.gradient.records import Part, StepStart
 from resilin.training.gradient.step import StepGradient
-from resilin.training.gradient.tensors import tensors_in
 from resilin.training.records import MicroBatch
+from resilin.training.tensors import tensors_in
 
 
 class Loop(Protocol):
@@ -30,6 +31,14 @@ class Loop(Protocol):
     @property
     def committed(self) -> bool:
         """Whether a step was committed since its last micro-batch was handed out."""
+        ...
+
+    def follow(self, values: Any, *, called: bool, pending: bool) -> None:
+        """Makes the micro-batch current that the model is called with."""
+        ...
+
+    def enter(self, *, first: bool) -> None:
+        """Counts the current micro-batch as one that the model was called with."""
         ...
 
 
@@ -68,12 +77,21 @@ class StepFlow:
         self._over: int | None = None
         self.weight: float | None = None
         """Weight of the micro-batch at hand, if the user says it."""
+        self.using: Any = None
+        """The batch that the model is called with, if the user says it."""
+        self.thread: int | None = None
+        """The thread that trains."""
 
     # Beginning -----------------------------------------------------------------------------
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before each forward pass in training."""
-        gradient, micro = self._gradient, self._loop.micro_batch
+        gradient = self._gradient
+        step = gradient.step
+        called = step.part is not None and not step.trained
+        values = (args, kwargs) if self.using is None else self.using
+        self._loop.follow(values, called=called, pending=step.pending)
+        micro = self._loop.micro_batch
         if micro is not None:
             if not micro.training:
                 raise RuntimeError(refusals.EVALUATION)
@@ -105,7 +123,8 @@ class StepFlow:
         # Where the loop has left out the first micro-batch, the step begins with another one.
         first = gradient.step.part is None or micro.index == 0
         gradient.begin(part, self._calls.start(part) if first else None)
-        self._seen = micro.number
+        self._seen, self.thread = micro.number, get_ident()
+        self._loop.enter(first=first)
 
     def _size_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         if self.weight is not None:
@@ -154,7 +173,8 @@ class StepFlow:
         gradient.settle()
         if gradient.step.part.last and gradient.step.result is None:
             gradient.conclude_without_backward()
-        return not gradient.step.complete
+        gradient.step.waited = not gradient.step.complete
+        return gradient.step.waited
 
     def gradient_waits(self) -> bool:
         """Whether `zero_grad` would destroy a part of the step.

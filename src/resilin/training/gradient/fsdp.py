@@ -34,10 +34,10 @@ from resilin.training.gradient.open_step import OpenStep, Share
 from resilin.training.gradient.reducer import Model, fetch_norms
 from resilin.training.gradient.sharding import Sharding, is_sharded
 from resilin.training.gradient.shared_buffers import SharedBuffers
-from resilin.training.gradient.tensors import tensors_in
 from resilin.training.gradient.timing import Stopwatch
 from resilin.training.gradient.unit_scatter import UnitScatter, layout
 from resilin.training.gradient.unsharded import Penalties, Unsharded
+from resilin.training.tensors import tensors_in
 
 logger = logging.getLogger("resilin")
 

@@ -46,6 +46,7 @@ class OpenStep:
         "skips",
         "start",
         "trained",
+        "waited",
         "weight",
     )
 
@@ -68,6 +69,8 @@ class OpenStep:
         """The micro-batch at hand; None before the first one."""
         self.trained = False
         """Whether that had a backward pass, or is having it."""
+        self.waited = False
+        """Whether `optimizer.step()` has waited since that."""
         self.fresh = False
         """Whether a backward pass has ended and its micro-batch is not taken in yet."""
         self.backwards = 0
@@ -97,6 +100,13 @@ class OpenStep:
     def complete(self) -> bool:
         """Whether `.grad` is the mean over the global batch, and was not used yet."""
         return self.result is not None and not self.result.skipped
+
+    @property
+    def leaves_batch(self) -> bool:
+        """Whether it needs the batch at hand no more: it is over, or another one follows."""
+        if self.part is None or (self.result is not None and self.result.skipped):
+            return True
+        return self.trained and not self.part.last
 
     @property
     def lost(self) -> bool:
@@ -176,7 +186,7 @@ class OpenStep:
 
     def begin(self, part: Part) -> None:
         """Takes the next micro-batch."""
-        self.part, self.trained = part, False
+        self.part, self.trained, self.waited = part, False, False
 
     def reweigh(self, weight: float) -> None:
         """Corrects the weight of the micro-batch at hand, where each sample weighs 1."""

@@ -29,6 +29,11 @@ SECOND = (
     "a second backward pass came after the gradient of the step was complete; add up the losses of "
     "a micro-batch and call backward() once"
 )
+TWICE = (
+    "a micro-batch is trained a second time after optimizer.step(), which has waited for the other "
+    "micro-batches of the step: each counts once; ask the loader for the next one, or set a larger "
+    "max_local_bsz"
+)
 STALE = (
     "a backward pass came for a step that is over: its forward pass belongs to an earlier step; "
     "run forward and backward within one micro-batch"

@@ -261,6 +261,8 @@ class StepGradient:
         self._seals.open()
         self._seals.check_zeroed()
         if step.trained:
+            if step.waited:
+                raise RuntimeError(refusals.TWICE)
             return
         weight = self._calls.weight()
         if weight > step.part.weight:

@@ -25,6 +25,11 @@ class ReferenceBatch:
         self.tokens_per_step = tokens_per_step
         """Tokens in one reference step, if they are counted."""
 
+    @property
+    def is_told(self) -> bool:
+        """Whether the model was told the batch size."""
+        return self._batch_size is not None
+
     def weight(self, per_sample: float) -> float:
         """The reference batch in the units of the weights.
 

@@ -28,6 +28,7 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
             job.timeline.epoch_is_new = True
             job.iterations.cursors.begin_epoch()
             yield job.epoch
+            job.iterations.end_epoch()
             job.timeline.epoch += 1
             job.engine.pulse.beat(Phase.BETWEEN, job.clock.steps)
             recovery.between_epochs()
@@ -48,6 +49,7 @@ def begin_epoch(epoch: int) -> None:
     job = current_job()
     recovery = start(job)
     if epoch != job.epoch:
+        job.iterations.end_epoch()
         job.timeline.epoch = epoch
         recovery.between_epochs()
     job.timeline.epoch_is_new = True

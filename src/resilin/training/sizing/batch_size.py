@@ -286,9 +286,9 @@ class BatchSizes:
 
     # The next step -------------------------------------------------------------------------
 
-    def now(self) -> int:
-        """The global batch size of the next step."""
-        offered = self._offered()
+    def now(self, clock: Clock | None = None) -> int:
+        """The global batch size of the next step, or of one that begins at a later clock."""
+        offered = self._offered(clock or self._clock())
         if self._cap is None:
             return offered
         size = self._cap.limit(offered)
@@ -297,11 +297,11 @@ class BatchSizes:
         # What the user allows goes before what the noise allows.
         return self._bounds.nearest(size, self._context.engine.membership.num_replicas)
 
-    def _offered(self) -> int:
+    def _offered(self, clock: Clock) -> int:
         """The same without the cap."""
         if self._chooser is not None:
             return self._chooser.batch_size
-        wanted, clock = self._replayed or self._wanted, self._clock()
+        wanted = self._replayed or self._wanted
         assert not isinstance(wanted, NoiseRamp)
         if isinstance(wanted, int):
             size = wanted

@@ -156,6 +156,9 @@ class StreamSupply:
         self._share = StreamShare(members.replica, shares, mine, self.fetcher)
         return range(current.position, current.position + len(taken))
 
+    def span_ahead(self, position: int, batch_size: int) -> None:
+        """Replicas agree on the positions of a step when it begins."""
+
     def share(self, current: Iteration, span: range) -> StreamShare:
         """This replica's part of the step that `span` has returned."""
         if not current.moves:
