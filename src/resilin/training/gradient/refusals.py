@@ -36,7 +36,8 @@ TWICE = (
 )
 STALE = (
     "a backward pass came for a step that is over: its forward pass belongs to an earlier step; "
-    "run forward and backward within one micro-batch"
+    "run forward and backward within one micro-batch, and begin a pass over the loader after the "
+    "last step of the one before"
 )
 WEIGHTLESS = "the weights of a step's micro-batches add up to 0"
 LEFT = (
