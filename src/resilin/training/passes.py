@@ -160,8 +160,9 @@ class Passes:
         in_loop = flow.thread in (None, get_ident())
         untouched = current.round == job.iterations.entries
         trained = in_loop and not untouched and step.leaves_batch
-        if trained and not reading.ahead:
-            return False
+        if in_loop and not untouched and not reading.ahead and (trained or reading.trains_first):
+            reading.trains_first = True
+            return False  # without a backward pass, the batch was left out after its forward pass
         left = untouched and in_loop and reading.one_by_one and not reading.ahead
         if left or job.live is not None or self._foresee(current) is None:
             if untouched:

@@ -93,6 +93,8 @@ class Reading:
         """Whether the loop was told that there is no other."""
         self.one_by_one = False
         """Whether the loop has trained its first batch before it asked for another one."""
+        self.trains_first = False
+        """Whether it has ended the backward pass of a batch before it asked for another one."""
         self.called = 0
         """The same when the model was called with the current micro-batch."""
         self._recognised: tuple[Handed, int] | None = None
