@@ -82,6 +82,42 @@ def test_a_script_that_fails_says_so(tmp_path, body, told):
     assert told in done.stderr
 
 
+FORKING = """
+import atexit, os, sys
+from pathlib import Path
+out = Path(sys.argv[1])
+codes = {}
+for how in ("leaves", "says", "fails", "ends"):
+    child = os.fork()
+    if child == 0:
+        (out / how).write_text("")
+        atexit.register((out / f"{how}-atexit").touch)
+        if how == "leaves":
+            sys.exit(7)
+        if how == "says":
+            sys.exit("the child says so")
+        if how == "fails":
+            raise ValueError("the child fails")
+        break
+    codes[how] = os.waitpid(child, 0)[1] >> 8
+else:
+    (out / "codes").write_text(repr(codes))
+"""
+
+
+def test_a_process_that_a_script_forks_ends_with_its_part_of_the_script(tmp_path):
+    """It would return into what has started the worker, and wait there."""
+    script = tmp_path / "script.py"
+    script.write_text(FORKING)
+    done = resilin_run("--nproc", 2, "--max-restarts", 0, script, tmp_path)
+    assert done.returncode == 0, done.stderr
+    codes = "{'leaves': 7, 'says': 1, 'fails': 1, 'ends': 0}"
+    assert (tmp_path / "codes").read_text() == codes
+    assert all((tmp_path / f"{how}-atexit").exists() for how in ("leaves", "says", "fails", "ends"))
+    assert "the child says so" in done.stderr
+    assert "ValueError: the child fails" in done.stderr
+
+
 def test_what_does_not_go_with_it_is_an_error():
     done = resilin_run("-m", "timeit")
     assert done.returncode == 2

@@ -17,6 +17,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from multiprocessing import forkserver
+from typing import NoReturn
 
 from resilin.compat.python_names import run_exit_functions
 
@@ -70,6 +71,7 @@ def run_program(program: Callable[[], object]) -> None:
     # again in each worker of a DataLoader.
     multiprocessing.set_start_method(None, force=True)
     code: object = None
+    process = os.getpid()
     try:
         program()
     except SystemExit as ended:
@@ -79,7 +81,23 @@ def run_program(program: Callable[[], object]) -> None:
         sys.last_type, sys.last_value, sys.last_traceback = error
         sys.excepthook(*error)
         code = 1
-    # Children of multiprocessing exit without running these.
-    run_exit_functions()
+    try:
+        # Children of multiprocessing exit without running these.
+        run_exit_functions()
+    finally:
+        if os.getpid() != process:
+            _end_child(code)
     if code not in (None, 0):
         raise SystemExit(code)
+
+
+def _end_child(code: object) -> NoReturn:
+    """End a process that the program has forked: what has started the program is not its own."""
+    number = code if isinstance(code, int) else int(code is not None)
+    try:
+        if number is not code and code is not None:
+            print(code, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(number & 0xFF)
