@@ -6,6 +6,14 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        promise="a process that a script forks in a warm worker ends with its part of it",
+        path="cli/warm.py",
+        old="        if os.getpid() != process:\n",
+        new="        if False:\n",
+        test="tests/cli/test_warm.py::"
+        "test_a_process_that_a_script_forks_ends_with_its_part_of_the_script",
+    ),
+    Mutation(
         promise="a script that ends before its training is not taken for a finished job",
         path="cli/live/verdict.py",
         old="    if code == 0 and finished:\n",
