@@ -150,6 +150,30 @@ MUTATIONS: list[Mutation] = [
         test="tests/training/test_same_number.py::test_batches_are_joined_as_they_are_split",
     ),
     Mutation(
+        promise="workers of each pass have the dataset as it is then",
+        path="training/data/fetching.py",
+        old="        self.end_pass()\n        self._end = end\n",
+        new="        self._end = end\n",
+        test="tests/training/data/test_changing_data.py::"
+        "test_workers_of_each_pass_use_the_dataset_as_it_is_then",
+    ),
+    Mutation(
+        promise="what a collate function of the user has made is not cut",
+        path="training/data/fetching.py",
+        old="if ticket.num != missing and not self._resizes:",
+        new="if ticket.num > missing and not self._resizes:",
+        test="tests/training/data/test_changing_data.py::"
+        "test_what_a_collate_function_has_made_is_not_cut_or_joined",
+    ),
+    Mutation(
+        promise="an attribute of a loader that has no effect cannot be set",
+        path="training/loader.py",
+        old='if name in SETTINGS and "_passes" in vars(self):',
+        new='if name == "sampler" and "_passes" in vars(self):',
+        test="tests/training/data/test_changing_data.py::"
+        "test_what_has_no_effect_once_a_loader_is_made_cannot_be_set",
+    ),
+    Mutation(
         promise="a dataset that has changed is refused in the middle of an epoch",
         path="training/data/cursor.py",
         old="        if self._found is None and self._first:\n",

@@ -96,6 +96,7 @@ class ElasticData(_Hooks):  # type: ignore[misc]
             num_workers=stock.num_workers,
             pin_memory=stock.pin_memory,
             prefetch_factor=stock.prefetch_factor,
+            persistent_workers=stock.persistent_workers,
             multiprocessing_context=stock.multiprocessing_context,
             worker_init_fn=stock.worker_init_fn,
         )

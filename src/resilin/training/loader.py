@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, Literal
 
 import torch
+from torch.utils.data import DataLoader
 
 from resilin.core import _validate
 from resilin.core.clock import Reference
@@ -39,6 +41,15 @@ _OWN = {
     "sampler": "the order is that of the sample stream",
     "batch_sampler": "batches are cut by the plan of each step",
 }
+
+_INSTEAD = {
+    "batch_size": "loader.set_batch_size() sets that of the next step, and the rule follows",
+    "dataset": "make another loader over it. A dataset that is itself changed between epochs is "
+    "used as it is then",
+    "sampler": "the order is that of the sample stream, by seed= and shuffle=",
+    "batch_sampler": "batches are cut by the plan of each step; see loader.set_batch_size()",
+}
+"""What to do in place of setting an attribute."""
 
 
 class AdaptiveDataLoader:
@@ -135,6 +146,16 @@ class AdaptiveDataLoader:
             self._supply = StreamSupply(stream, order, reference, plans, engine, dataloader_kwargs)
         self.job.iterations.fetchers.add(self._supply.fetcher)
         self._passes = Passes(self.job, self._supply, plans, batch_weight)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SETTINGS and "_passes" in vars(self):
+            plain = isinstance(value, bool | int | str | None)
+            values = f", from {getattr(self, name, None)!r} to {value!r}" if plain else ""
+            instead = _INSTEAD.get(name, "make another loader with it")
+            raise ValueError(
+                f"{name} of an AdaptiveDataLoader cannot be set once it is made{values}: {instead}"
+            )
+        super().__setattr__(name, value)
 
     def example(self) -> Any:
         """A batch of one sample, to build a model with, such as one of lazy modules.
@@ -341,6 +362,10 @@ class AdaptiveDataLoader:
                 replica=self.job.engine.membership.replica,
             )
         )
+
+
+SETTINGS = frozenset([*signature(AdaptiveDataLoader).parameters, *signature(DataLoader).parameters])
+"""Arguments of a loader, which have no effect once it is made."""
 
 
 def _seed(generator: torch.Generator | None) -> int:

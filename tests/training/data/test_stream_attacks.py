@@ -73,7 +73,7 @@ class NoSamples(torch.utils.data.Dataset):
 def test_workers_end_with_the_job_though_an_error_of_one_is_kept(tmp_path, kind):
     before = set(multiprocessing.active_children())
     data = NoSamples() if kind == "index" else FailsOnce(tmp_path / "failed", 0)
-    loader = resilin.AdaptiveDataLoader(data, batch_size=6, num_workers=2)
+    loader = resilin.AdaptiveDataLoader(data, 6, num_workers=2, persistent_workers=True)
     with pytest.raises(OSError, match="the disk is gone") as kept:
         next(iter(loader))
     assert len(set(multiprocessing.active_children()) - before) == 2

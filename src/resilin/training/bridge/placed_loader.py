@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from resilin.training.loader import AdaptiveDataLoader
+from resilin.training.loader import SETTINGS, AdaptiveDataLoader
 
 
 class PlacedLoader:
@@ -30,6 +30,11 @@ class PlacedLoader:
     def __len__(self) -> int:
         """Reference steps in one epoch."""
         return len(self.loader)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SETTINGS:
+            setattr(self.loader, name, value)  # which refuses it
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)

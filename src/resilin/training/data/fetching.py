@@ -1,8 +1,9 @@
 """Fetches micro-batches ahead of the step, through a stock DataLoader and its workers.
 
 Whenever a worker is free, the next ticket is cut by the sizes of that moment. By the time it comes
-back they may have changed: then batches are split and joined, or, where that is impossible, dropped
-and fetched anew. A step gets the sizes that it asks for, in the order of the stream.
+back they may have changed: then batches of the default collate function are split and joined, and
+others are dropped and fetched again, since only their function knows what is in them. A step gets
+the sizes that it asks for, in the order of the stream.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Fetcher:
     ) -> None:
         options = dict(dataloader_kwargs)
         collate = options.pop("collate_fn", None) or default_collate
+        self._resizes = collate is default_collate
+        self._persistent = bool(options.get("persistent_workers"))
         # Weak, or owner and fetcher would be a cycle: see TicketSampler.
         self._cut = weakref.WeakMethod(cut)
         self._dataset = TicketDataset(dataset, stream, collate)
@@ -58,19 +61,43 @@ class Fetcher:
         self._ahead: deque[Ticket] = deque()
         self._next = 0
         self._expected = 0
+        self._end: int | None = None
         self._left_over: tuple[Ticket, Any] | None = None
+        self._wanted: deque[int] = deque()
+        self._kept: deque[tuple[Ticket, Any]] = deque()
+
+    def open(self, position: int, end: int) -> None:
+        """A pass begins. Unless workers persist, its data are fetched by new ones, as they are now.
+
+        Args:
+            position: Where its first step begins.
+            end: Where its data end: no more is fetched before it is known to continue.
+        """
+        if self._persistent:
+            if position != self._expected:
+                self.begin(position)
+            return
+        self.end_pass()
+        self._end = end
+        self.begin(position)
+
+    def end_pass(self) -> None:
+        """Ends the workers, unless they persist, after the batch that each of them is fetching."""
+        if not self._persistent:
+            # Not left to the last reference: an exception that somebody keeps is one. The garbage
+            # collector would finalize its queues in any order, and wait 5 s for each worker.
+            end_workers(self._batches)
+            self._batches = None
+            self.begin(self._expected)
 
     def begin(self, position: int) -> None:
         """Drop all pending fetches, and restart at this position."""
         self._generation += 1
         self._ahead.clear()
+        self._wanted.clear()
+        self._kept.clear()
         self._left_over = None
         self._next = self._expected = position
-
-    def expect(self, position: int) -> None:
-        """Says where the next step begins; drops what is on its way if it is for elsewhere."""
-        if position != self._expected:
-            self.begin(position)
 
     def take(self, positions: range, sizes: Sequence[int], *, behind: int) -> Any:
         """The next micro-batch: the first `sizes[0]` of these positions, collated.
@@ -88,21 +115,27 @@ class Fetcher:
                 "this pass over an AdaptiveDataLoader belongs to a job that reset_job() has ended: "
                 "make a new loader and begin a new pass"
             )
+        if self._end is not None and positions.start >= self._end:
+            self._end = None
         if self._batches is None:
             self._batches = iter(self._loader)
         self._expected = behind
         parts: list[tuple[Any, int]] = []
         missing = sizes[0]
         while missing:
-            ticket, batch = self._left_over or next(self._batches)
+            start = positions[sizes[0] - missing]
+            ticket, batch = self._left_over or self._receive(start, behind)
             self._left_over = None
-            if ticket.generation != self._generation:
+            if ticket.start != start:
+                # What was fetched ahead does not fit any more: a step was left uncommitted, or
+                # another tail was dropped.
+                self.begin(behind)
+                parts, missing = [], sizes[0]
+                self._again(positions, sizes, behind)
                 continue
             count = min(ticket.num, missing)
             try:
-                if ticket.start != positions[sizes[0] - missing]:
-                    # What was fetched ahead does not fit any more: a step was left uncommitted,
-                    # or another tail was dropped.
+                if ticket.num != missing and not self._resizes:
                     raise CannotResize
                 if count < ticket.num:
                     batch, rest = split(batch, count, ticket.num)
@@ -130,8 +163,6 @@ class Fetcher:
 
     def close(self) -> None:
         """End the workers, after the batch that each of them is fetching."""
-        # Not left to the last reference: an exception that somebody keeps is one. The garbage
-        # collector would finalize its queues in any order, and wait 5 s for each worker.
         end_workers(self._batches)
         self._batches = self._loader = self._left_over = None
 
@@ -140,15 +171,47 @@ class Fetcher:
         while not self._ahead:
             cut = self._cut()
             assert cut is not None
-            parts, self._next = cut(self._next)
+            parts, behind = cut(self._next)
+            if self._end is not None and parts and parts[0].start >= self._end:
+                return Ticket(self._generation, self._end, 1, 0)
+            self._next = behind
             self._ahead.extend(map(self._ticket, parts))
         return self._ahead.popleft()
 
+    def _receive(self, start: int, behind: int) -> tuple[Ticket, Any]:
+        """The next batch. One that was asked for again comes after those that were on their way.
+
+        Args:
+            start: Its first position.
+            behind: Where the next step begins.
+        """
+        again = bool(self._wanted) and self._wanted[0] == start
+        if self._kept and not again:
+            return self._kept.popleft()
+        assert self._batches is not None
+        while True:
+            ticket, batch = next(self._batches)
+            if ticket.generation != self._generation or not (ticket.num or self._end):
+                continue
+            if not again:
+                return ticket, batch
+            if ticket.again:
+                self._wanted.popleft()
+                return ticket, batch
+            if ticket.num and ticket.start >= behind:
+                self._kept.append((ticket, batch))
+
     def _again(self, positions: range, sizes: Sequence[int], behind: int) -> None:
-        """Cuts new tickets for the rest of this step, and for what follows it."""
-        self.begin(behind)
-        for size, end in zip(sizes, accumulate(sizes), strict=True):
-            self._ahead.append(self._ticket(positions[end - size : end]))
+        """Cuts new tickets for the rest of this step; those for later steps stay on their way."""
+        ends = accumulate(sizes)
+        parts = [positions[end - size : end] for size, end in zip(sizes, ends, strict=True) if size]
+        later = [ticket for ticket in self._ahead if ticket.start >= behind]
+        again = [self._ticket(part)._replace(again=True) for part in parts]
+        self._ahead = deque([*again, *later])
+        self._kept = deque(each for each in self._kept if each[0].start >= behind)
+        self._wanted = deque(part.start for part in parts)
+        self._left_over = None
+        self._next = max(self._next, behind)
 
     def _ticket(self, positions: range) -> Ticket:
         return Ticket(self._generation, positions.start, positions.step, len(positions))

@@ -83,9 +83,10 @@ class IndexedSupply:
         """Begins a pass; see `Supply`."""
         # An evaluation is apart from the cursor, and depends on the epoch alone.
         position = cursor.position if moves else epoch * self.order.num_samples
-        self.fetcher.expect(position)
         # The epoch is that of the next batch: the cursor may stand before a dropped tail.
-        return Place(position, self.batches.epoch_end(position, self._plans.batch_size()))
+        end = self.batches.epoch_end(position, self._plans.batch_size())
+        self.fetcher.open(position, end)
+        return Place(position, end)
 
     def span(self, current: Iteration, batch_size: int) -> range:
         """The positions of the next step."""
@@ -116,6 +117,8 @@ class IndexedSupply:
 
     def close(self, current: Iteration, *, complete: bool) -> None:
         """Ends a pass: after a tail that was dropped, the cursor moves to the end of the epoch."""
+        if self._current is current:
+            self.fetcher.end_pass()
         if complete and current.moves:
             assert current.data_end is not None
             current.advance(max(current.position, current.data_end))

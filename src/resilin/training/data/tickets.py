@@ -33,7 +33,9 @@ class Ticket(NamedTuple):
     stride: int
     """Distance between two positions: the number of replicas."""
     num: int
-    """Their number."""
+    """Their number; 0 where a pass ends and nothing is to be fetched."""
+    again: bool = False
+    """Whether they were on their way before, in batches of other sizes."""
 
     @property
     def positions(self) -> range:
@@ -75,7 +77,6 @@ def ticket_loader(
     """
     options = dict(options)
     if options.get("num_workers", 0):
-        options["persistent_workers"] = True
         options["worker_init_fn"] = WorkerInit(options.pop("worker_init_fn", None))
     # Its own: a DataLoader draws a seed for its workers, from the global one if it has none.
     options["generator"] = torch.Generator().manual_seed(seed)
@@ -103,6 +104,8 @@ class TicketDataset(Dataset[tuple[Ticket, Any]]):
         self._collate = collate
 
     def __getitem__(self, ticket: Ticket) -> tuple[Ticket, Any]:
+        if not ticket.num:
+            return ticket, None
         indices: list[int] = self._stream.indices(ticket.positions).tolist()
         in_worker = get_worker_info() is not None
         if _fetches_many(self._dataset):
@@ -160,13 +163,13 @@ class CannotResize(Exception):
 
 
 def split(batch: Any, at: int, size: int) -> tuple[Any, Any]:
-    """Splits a collated batch of `size` samples in two.
+    """Splits a batch of `size` samples in two, which the default collate function has made.
 
-    Works for what the default collate function makes: tensors with the samples along the first
-    dimension, in any nesting of tuples, lists and dicts, and lists with one entry per sample.
+    It has tensors with the samples along the first dimension, in any nesting of tuples, lists and
+    dicts, and lists with one entry per sample.
 
     Raises:
-        CannotResize: Anything else; the caller then fetches the samples again, at the right size.
+        CannotResize: It is anything else; the caller then fetches the samples again.
     """
     if isinstance(batch, Tensor):
         if batch.dim() == 0 or batch.shape[0] != size:

@@ -58,6 +58,7 @@ class ShardFetcher:
         self._stream, self._order = stream, order
         self._dataset: ShardDataset | None = ShardDataset(stream, order)
         self._num_workers = int(options.get("num_workers", 0))
+        self._persistent = bool(options.get("persistent_workers"))
         self._loader: DataLoader[Read] | None = None
         if self._num_workers:
             self._loader = ticket_loader(self._dataset, self, order.seed, options)
@@ -75,6 +76,14 @@ class ShardFetcher:
             # They keep their places: tickets go to the workers in turn.
             self._tickets = deque(ticket._replace(asks=()) for ticket in self._tickets)
             self._known = _Known(epoch)
+
+    def renew(self) -> None:
+        """Ends the workers, unless they persist: the next pass reads the stream as it is then."""
+        if self._batches is not None and not self._persistent:
+            end_workers(self._batches)
+            self._batches = None
+            self._tickets.clear()
+            self._known = _Known()
 
     def expect(self, given: int, bookmarks: dict[int, Bookmark]) -> None:
         """Takes up what all shards have given, and drops samples before that.

@@ -112,6 +112,9 @@ class StreamSupply:
             return Place(0, None)
         assert isinstance(cursor, ShardCursor)
         cursor.open(epoch)
+        if cursor.is_unused:
+            # In a pass that continues, new ones would read its shards from their beginning.
+            self.fetcher.renew()
         return Place(cursor.position, None)
 
     def span(self, current: Iteration, batch_size: int) -> range | None:
@@ -149,6 +152,7 @@ class StreamSupply:
                 return range(current.position, current.position)
             self._ahead = None
             cursor.end_pass()
+            self.fetcher.renew()
             return self.span(current, batch_size)
         cursor.renews = False
         cursor.note(current.position + len(taken), after)
@@ -195,6 +199,7 @@ class StreamSupply:
                 evaluation.fetcher.close()
         elif complete:
             self._ahead = None
+            self.fetcher.renew()
             current.cursor.end_pass()
 
     def example(self) -> Any:
