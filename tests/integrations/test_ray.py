@@ -253,6 +253,21 @@ def test_a_step_that_lost_its_process_group_is_not_kept(
     assert memory.versions()[0].step == last_kept
 
 
+@pytest.mark.parametrize("memory", ["on", "off"])
+def test_all_workers_wait_for_each_other_at_the_end(as_worker, monkeypatch, tmp_path, memory):
+    """Also one without memory copies: the others have some to give back, and wait for it."""
+    monkeypatch.setenv("RESILIN_MEMORY_DIR", str(tmp_path / "memory") if memory == "on" else "off")
+    as_worker(0, 1)
+    resilin.checkpoint_to(tmp_path / "saved", every=None)
+    job = resilin.current_job()
+    asked = []
+    monkeypatch.setattr(job.engine, "gather", lambda value: asked.append(value) or [value])
+    resilin.resume()
+    asked.clear()
+    job.recovery.finish()
+    assert asked == [None]
+
+
 def test_workers_without_a_process_group_are_refused(as_worker):
     as_worker(0, 2)
     with pytest.raises(ValueError, match="has started 2 workers, and their process group has 0"):

@@ -297,6 +297,13 @@ MUTATIONS: list[Mutation] = [
         new="float(self._engine.stop.signal is not None), float(self._saves.is_due(steps))",
         test=f"{_RECOVERY}::test_a_poller_ends_the_job_with_a_code_that_asks_for_a_restart",
     ),
+    Mutation(
+        promise="a worker without copies waits for those that have some",
+        path="training/state/recovery.py",
+        old="        if not self._engine.exits:\n",
+        new="        if memory is not None and not self._engine.exits:\n",
+        test="tests/integrations/test_ray.py::test_all_workers_wait_for_each_other_at_the_end",
+    ),
     # The script ----------------------------------------------------------------------------
     Mutation(
         promise="an average is restored with the rest",

@@ -49,11 +49,68 @@ MUTATIONS: list[Mutation] = [
         path="training/lifecycle.py",
         old="""\
     if outcome is StepOutcome.SKIPPED:
-        model.end_step()
+        model.end_step(measured=False)
         return
 """,
         new="",
         test="tests/training/test_parallel.py::test_an_overflow_is_skipped_and_not_counted",
+    ),
+    Mutation(
+        promise="a step that a scaler skips counts as not measured",
+        path="training/lifecycle.py",
+        old="model.end_step(measured=False)",
+        new="model.end_step(measured=model.gradient.step.measure)",
+        test="tests/training/test_parallel.py::test_an_overflow_is_skipped_and_not_counted",
+    ),
+    Mutation(
+        promise="a step of zipped loaders begins once",
+        path="training/lifecycle.py",
+        old="    if not begins:\n",
+        new="    if not begins and job.trained is None:\n",
+        test="tests/training/test_lifecycle.py::test_of_zipped_loaders_one_begins_the_step",
+    ),
+    Mutation(
+        promise="of zipped loaders one ends the step",
+        path="training/lifecycle.py",
+        old="    if ends_step:\n",
+        new="    if asked_by is not None or ends_step:\n",
+        test="tests/training/test_lifecycle.py::test_of_zipped_loaders_one_begins_the_step",
+    ),
+    Mutation(
+        promise="a model whose registration is refused takes its hooks off",
+        path="training/parallel.py",
+        old="        except BaseException:\n            self.release()\n            raise\n",
+        new="        except BaseException:\n            raise\n",
+        test="tests/training/test_parallel.py::test_a_model_that_is_refused_leaves_nothing_behind",
+    ),
+    Mutation(
+        promise="a gated optimizer is refused before hooks are set",
+        path="training/parallel.py",
+        old="        check_optimizer(optimizer)\n",
+        new="",
+        test="tests/training/test_parallel.py::test_a_model_that_is_refused_leaves_nothing_behind",
+    ),
+    Mutation(
+        promise="what a script has frozen stays so",
+        path="training/gates/scheduler.py",
+        old="        gc.freeze()  # as the script wants it\n",
+        new="",
+        test="tests/training/gates/test_scheduler.py::test_a_scheduler_that_was_frozen_is_found",
+    ),
+    Mutation(
+        promise="a scheduler that does not wait is refused",
+        path="training/gates/scheduler.py",
+        old="            gate.require(scheduler)\n",
+        new="            pass\n",
+        test="tests/training/gates/test_scheduler.py::test_a_scheduler_that_was_frozen_is_found",
+    ),
+    Mutation(
+        promise="an Accumulator keeps to its job",
+        path="training/script/accumulator.py",
+        old="        live = self._job.live\n        if live is not None and not any(",
+        new="        live = current_job().live\n        if live is not None and not any(",
+        test="tests/training/script/test_accumulator.py::"
+        "test_sums_stay_with_the_job_that_they_were_made_in",
     ),
     Mutation(
         promise="the engine is asked before the optimizer steps",

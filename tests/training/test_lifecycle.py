@@ -1,11 +1,14 @@
 """A step that fails moves nothing and is issued again; the run is the one without the failure."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import resilin
+from resilin.training import step_timer
 from tests.replicas import gathered
 
 ROWS, BATCH = 48, 8
@@ -163,6 +166,22 @@ def test_replicas_issue_a_failed_step_again_together():
         run.train()
     assert run.result == result
     assert gathered(used(run)) == rows
+
+
+def test_of_zipped_loaders_one_begins_the_step(monkeypatch, every_step_told):
+    """A step that began twice would last no time at all, and to measure would cost too much."""
+    run = Run(batch=BATCH)
+    other = resilin.AdaptiveDataLoader(run.loader.dataset, batch_size=BATCH, fingerprint="other")
+    now = 0.0
+    monkeypatch.setattr(step_timer, "time", SimpleNamespace(perf_counter=lambda: now))
+    for batch, _ in zip(run.loader, other, strict=False):
+        run.body(batch)
+        resilin.record(loss=1.0)
+        now += 1.0  # a step that is measured has two micro-batches
+        assert run.model.job.timer.usual in (2.0, float("inf"))
+    told = [event for event in run.events if type(event).__name__ == "StepEvent"]
+    # What is recorded belongs to the step.
+    assert [(event.seconds, event.loss) for event in told] == [(2.0, 1.0)] * (ROWS // BATCH)
 
 
 def test_loaders_that_are_zipped_issue_their_parts_of_a_failed_step_again():

@@ -1,11 +1,13 @@
 """The wrapped model: waiting, refusing, scheduling, and living with what loops do."""
 
+import sys
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -258,6 +260,40 @@ def test_schedulers_that_no_clock_can_step():
         resilin.AdaptiveDataParallel(plain, optimizer, plateau, schedule_by="steps")
 
 
+def hooks():
+    """What a model changes outside of itself: hooks of all modules and all optimizers."""
+    kinds = vars(sys.modules["torch.nn.modules.module"]), vars(sys.modules[Optimizer.__module__])
+    return [len(v) for kind in kinds for n, v in kind.items() if n.startswith("_global_") and v]
+
+
+@pytest.mark.world_size(1)  # models of other tests may still have their hooks
+def test_a_model_that_is_refused_leaves_nothing_behind():
+    plain = net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    gated = resilin.accumulate(torch.optim.SGD(plain.parameters(), lr=0.1), 2)
+    before = hooks()
+    refused = [
+        ("needs an lr_scheduler", {"schedule_by": "samples"}),
+        ("stats_every", {"stats_every": 0}),
+        ("is gated already", {"optimizer": gated}),
+    ]
+    for complaint, arguments in refused:
+        with pytest.raises(ValueError, match=complaint):
+            resilin.AdaptiveDataParallel(**{"model": plain, "optimizer": optimizer} | arguments)
+        assert hooks() == before
+    job = resilin.current_job()
+    job.registry.add("scaler", optimizer)
+    with pytest.raises(ValueError, match="'scaler' is registered already"):
+        resilin.AdaptiveDataParallel(plain, optimizer, scaler=torch.amp.GradScaler("cpu"))
+    assert hooks() == before
+    # A second attempt works.
+    job.registry.release("scaler")
+    model = resilin.AdaptiveDataParallel(plain, optimizer)
+    assert len(hooks()) > len(before)
+    model.release()
+    assert hooks() == before
+
+
 @pytest.mark.parametrize("world", worlds(1, 2))
 def test_clipping_in_the_middle_of_an_accumulation_is_refused(world):
     model, optimizer = make(rule="linear")
@@ -329,6 +365,8 @@ def test_an_overflow_is_skipped_and_not_counted():
             assert all((a == b).all() for a, b in zip(plain.parameters(), before, strict=True))
             assert (model.clock.steps, scaler.get_scale()) == (0, 4.0)
             assert model.noise is None
+            # It was measured, and there is nothing to learn from it.
+            assert model._scaling.estimates.schedule.state_dict()["measured"] == 0
     assert model.clock.steps >= 3
     assert model.noise is not None
 

@@ -188,7 +188,7 @@ class Cuda(Device):
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
     def peak_memory(self) -> int | None:
-        """Peak of the allocator; reading it does not wait for the device."""
+        """Peak of the allocator, which is reset; reading it does not wait for the device."""
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return peak

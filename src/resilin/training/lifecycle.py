@@ -156,19 +156,22 @@ def begin_step(job: Job, asked_by: object = None) -> Membership:
     Returns:
         Who takes part in the step.
     """
-    recovery, recorder = _end_body(job, asked_by)
-    recovery.between_steps()
+    start(job)
     begins = job.iterations.begins_step(asked_by)
-    # Within a step nobody joins or leaves.
-    membership = job.engine.begin_step() if begins else job.engine.membership
+    recovery, recorder = _end_body(job, asked_by, ends_step=begins)
+    recovery.between_steps()
     assert job.random is not None
     job.random.begin_step()
+    if not begins:
+        # Another loader has begun the step: within it nobody joins or leaves.
+        return job.engine.membership
+    membership = job.engine.begin_step()
     job.timer.begin()
     if job.measured is not None:
         hints.step_begins(job, job.measured)
     recorder.step_begins()
     job.engine.pulse.begin_step()
-    if job.live is not None and begins:
+    if job.live is not None:
         job.live.step_begins()
     return membership
 
@@ -224,7 +227,7 @@ def commit_step(job: Job, outcome: StepOutcome) -> None:
         )
         return
     if outcome is StepOutcome.SKIPPED:
-        model.end_step()
+        model.end_step(measured=False)
         return
     before = model.read_schedule()
     plan, clock = job.iterations.plan, timeline.clock
@@ -237,7 +240,7 @@ def commit_step(job: Job, outcome: StepOutcome) -> None:
     if job.recorder is not None:
         samples = timeline.last_step.samples
         job.recorder.committed(model.scaling, model.optimizer, samples, plan)
-    model.end_step()
+    model.end_step(measured=model.gradient.step.measure)
     job.iterations.commit(timeline.clock.progress - clock.progress)
     model.advance_schedule(before)
 
@@ -287,15 +290,17 @@ def leave_out_pass(job: Job) -> None:
     job.random.leave_out_pass()
 
 
-def _end_body(job: Job, asked_by: object = None) -> tuple[Recovery, Recorder]:
+def _end_body(
+    job: Job, asked_by: object = None, *, ends_step: bool = True
+) -> tuple[Recovery, Recorder]:
     """Ends the loop body of the last step, if there was one; it is reported before all else."""
     recovery = start(job)
     if job.trained is not None:
         job.trained.end_body()
-    job.engine.pulse.beat(Phase.BETWEEN, job.clock.steps)
-    assert job.recorder is not None
-    if job.trained is not None:
         job.trained.flow.close(asked_by)
-    job.timer.end()
-    job.recorder.step_over()
+    assert job.recorder is not None
+    if ends_step:
+        job.engine.pulse.beat(Phase.BETWEEN, job.clock.steps)
+        job.timer.end()
+        job.recorder.step_over()
     return recovery, job.recorder

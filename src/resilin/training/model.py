@@ -263,7 +263,6 @@ class TrainedModel:
         if self.gradient.step.lost:
             self._ends.commit_step(StepOutcome.FAILED)
             return
-        self.gradient.step.leave()
         self._ends.commit_step(StepOutcome.SKIPPED)
 
     def advance(self, clock: Clock, plan: BatchPlan | None) -> tuple[Clock, StepSizes]:
@@ -313,10 +312,14 @@ class TrainedModel:
             end = self.scaling.reference.schedule_end(before)
             self.scheduler.advance(before, self.read_schedule(), end)
 
-    def end_step(self) -> None:
-        """Ends a step that was made or skipped: votes are counted, the next step may begin."""
+    def end_step(self, *, measured: bool) -> None:
+        """Ends a step that was made or skipped: votes are counted, the next step may begin.
+
+        Args:
+            measured: Whether it was made, and its noise was measured.
+        """
         self.flow.ended()
-        self.scaling.estimates.schedule.committed(measured=self.gradient.step.measure)
+        self.scaling.estimates.schedule.committed(measured=measured)
         self._ballot.count()
         self.gradient.end()
         self.scaling.end()

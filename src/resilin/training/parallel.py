@@ -26,6 +26,7 @@ from resilin.core.rules import (
 from resilin.engine import overrides
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
 from resilin.training.ballot import Ballot
+from resilin.training.gates.optimizer import check_optimizer
 from resilin.training.gates.patch import Removable
 from resilin.training.gates.scaler import calling_scaler
 from resilin.training.gates.scheduler import ClockedScheduler
@@ -108,17 +109,20 @@ class AdaptiveDataParallel(nn.Module):
             _validate.real("tokens_per_step", tokens_per_step, above=0)
         job = self.job = current_job()
         """The job that trains this model."""
+        # What can be refused is refused before anything is changed.
         check_model(model, ddp_kwargs, taken=job.trained is not None)
+        check_optimizer(optimizer)
+        chosen = choose_rule(overrides.rule() or rule, optimizer)
+        clocked = ClockedScheduler.make(lr_scheduler, schedule_by, chosen.clock)
+        schedule = MeasureSchedule(stats_every, stats_budget)
         sharding = divide_replicas(
             model, optimizer, mesh, ddp_kwargs, job.engine, scaled=scaler is not None
         )
-        chosen = choose_rule(overrides.rule() or rule, optimizer)
         self.module = model
         self.optimizer = optimizer
         self.tokens_per_step = tokens_per_step
         """Tokens in one reference step, if they are counted."""
         num_groups = len(optimizer.param_groups)
-        schedule = MeasureSchedule(stats_every, stats_budget)
         self._scaling = StepScaling(
             chosen,
             NoiseEstimates(num_groups, schedule, chosen.adaptive),
@@ -150,7 +154,6 @@ class AdaptiveDataParallel(nn.Module):
             unknown_scaler=calling_scaler if scaler is None else lambda: False,
         )
         self._flow = StepFlow(self._gradient, job.iterations, job.engine, calls)
-        clocked = ClockedScheduler.make(lr_scheduler, schedule_by, chosen.clock)
         self._trained = TrainedModel(
             self,
             optimizer,
@@ -161,11 +164,16 @@ class AdaptiveDataParallel(nn.Module):
             iterations=job.iterations,
             ends=Ends(lambda own: make_step(job, own), lambda outcome: commit_step(job, outcome)),
         )
-        self._trained.gate(model, clocked, scaler, self._keeps)
+        self._registered: list[str] = []
+        try:
+            self._trained.gate(model, clocked, scaler, self._keeps)
+            self._register(clocked or lr_scheduler, scaler, handed_over=lr_scheduler)
+        except BaseException:
+            self.release()
+            raise
         job.trained = self._trained
         keep_from_tracing("resilin")
         job.voters.append(self._check)
-        self._register(clocked or lr_scheduler, scaler, handed_over=lr_scheduler)
 
     def _register(
         self,
@@ -181,9 +189,10 @@ class AdaptiveDataParallel(nn.Module):
             "scheduler": scheduler,
             "scaler": scaler,
         }
-        self._registered = [name for name, part in parts.items() if part is not None]
-        for name in self._registered:
-            self.job.registry.add(name, parts[name])
+        for name, part in parts.items():
+            if part is not None:
+                self.job.registry.add(name, part)
+                self._registered.append(name)
         self._trained.schedulers.keep_in(self.job.registry, handed_over=handed_over)
 
     def _keeps(self, optimizer: Optimizer) -> bool:

@@ -349,9 +349,25 @@ def test_accumulate_makes_schedulers_wait_too():
 def test_a_scheduler_that_was_frozen_is_found():
     net, optimizer = parts()
     scheduler = lrs.StepLR(optimizer, 1)
+    plateau = lrs.ReduceLROnPlateau(optimizer)
     gc.freeze()
+    frozen = gc.get_freeze_count()
     resilin.accumulate(optimizer, 4)
+    assert gc.get_freeze_count() > 0.9 * frozen  # the script wants them frozen
     assert_waits_for_four(net, optimizer, scheduler)
+    gc.freeze()
+    # One that was found hides others, and they are refused.
+    resilin.accumulate(optimizer, 1)
+    later = lrs.StepLR(optimizer, 1)
+    resilin.accumulate(optimizer, 4)
+    for hidden in (scheduler, plateau):
+        with pytest.raises(RuntimeError, match="would count micro-batches and not steps"):
+            hidden.step(*[1.0] * (hidden is plateau))
+    gc.unfreeze()
+    resilin.accumulate(optimizer, 1)
+    resilin.accumulate(optimizer, 4)
+    assert_waits_for_four(net, optimizer, later)
+    assert plateau.optimizer is scheduler.optimizer is optimizer
 
 
 def test_a_scheduler_that_nobody_holds_is_let_go():

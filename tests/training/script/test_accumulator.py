@@ -1,6 +1,7 @@
 """Sums that stay on the device of their tensors until they are read."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,6 +134,18 @@ def test_a_graph_is_not_kept(queue):
     stats["loss"] += (2 * weight).sum()
     stats["set"] = weight.sum()
     assert not any(value.requires_grad for value in stats._sums.values())
+
+
+def test_sums_stay_with_the_job_that_they_were_made_in(monkeypatch):
+    stats = resilin.Accumulator()
+    resilin.reset_job()
+    changed = []
+    later = SimpleNamespace(sums_changed=lambda: changed.append(1), sums_read=changed.clear)
+    monkeypatch.setattr(resilin.current_job(), "live", later)
+    stats["loss"] += 1
+    with stats.synchronized():
+        assert stats["loss"] == 1
+    assert changed == []
 
 
 @pytest.mark.parametrize("term", [torch.ones(2), torch.ones(0), torch.tensor(1j)])

@@ -57,21 +57,30 @@ class StepOwner(Protocol):
         ...
 
 
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that cannot get a gate.
+
+    Raises:
+        ValueError: It has one, or its `step` needs a closure.
+    """
+    if gate_of(optimizer) is not None:
+        raise ValueError(
+            f"{type(optimizer).__name__} is gated already: it belongs to one "
+            "AdaptiveDataParallel or one accumulate() at a time"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step needs a closure, which it calls as often as it "
+            "likes; a step whose batch is accumulated cannot be repeated like that"
+        )
+
+
 class Gate:
     """Stands before one optimizer until `remove` is called."""
 
     def __init__(self, optimizer: Optimizer, owner: StepOwner) -> None:
-        if getattr(optimizer, _MARK, None) is not None:
-            raise ValueError(
-                f"{type(optimizer).__name__} is gated already: it belongs to one "
-                "AdaptiveDataParallel or one accumulate() at a time"
-            )
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ValueError(
-                f"{type(optimizer).__name__}.step needs a closure, which it calls as often as it "
-                "likes; a step whose batch is accumulated cannot be repeated like that"
-            )
+        check_optimizer(optimizer)
         self.optimizer = optimizer
         self.steps = False
         """Whether the optimizer's own `step` runs right now."""

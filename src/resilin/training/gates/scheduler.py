@@ -75,6 +75,20 @@ class SchedulerGate:
         self._numbers[kind] += 1
         scheduler.__class__ = _gated(type(scheduler))
 
+    def require(self, scheduler: LRScheduler) -> None:
+        """Refuses a scheduler of this optimizer that does not wait.
+
+        Raises:
+            RuntimeError: It was not found when the gate was made.
+        """
+        if self._patch is not None and scheduler not in self._names:
+            raise RuntimeError(
+                f"this {type(scheduler).__qualname__} would count micro-batches and not steps: it "
+                "is a copy, or gc.freeze() had put it aside when the optimizer was given to "
+                "resilin. Call gc.unfreeze() before that and gc.freeze() after it, or make the "
+                "scheduler after it"
+            )
+
     def outermost(self) -> dict[str, LRScheduler]:
         """The schedulers that are not part of another one, by names that a restart keeps."""
         nested = {id(part) for scheduler in self._names for part in _parts(scheduler)}
@@ -150,12 +164,19 @@ class SchedulerGate:
 def schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
     """All living schedulers of an optimizer, nested ones included.
 
-    An optimizer does not know its schedulers, so this looks through all objects: once per gate. A
-    `ReduceLROnPlateau` in objects that `gc.freeze` has put aside is not found.
+    An optimizer does not know its schedulers, so this looks through all objects: once per gate.
+    Where it finds none, and one has left its trace, `gc.freeze` has put it aside.
     """
-    # Nothing lists what a script has frozen. Schedulers, but for one kind, leave a trace.
-    if gc.get_freeze_count() and any("initial_lr" in group for group in optimizer.param_groups):
+    found = _living_schedulers(optimizer)
+    traced = any("initial_lr" in group for group in optimizer.param_groups)
+    if not found and traced and gc.get_freeze_count():
         gc.unfreeze()
+        found = _living_schedulers(optimizer)
+        gc.freeze()  # as the script wants it
+    return found
+
+
+def _living_schedulers(optimizer: Optimizer) -> list[LRScheduler]:
     kinds = set(_kinds(LRScheduler))
     everything: list[Any] = gc.get_objects()
     # Without a line of Python per object: a process has a million of them. By type() and not
@@ -260,9 +281,13 @@ class _Watched:
         if scheduler is None:
             return self
         try:
-            return vars(scheduler)["optimizer"]
+            optimizer = vars(scheduler)["optimizer"]
         except KeyError:
             raise AttributeError(f"{kind.__name__!r} object has no attribute 'optimizer'") from None
+        gate: SchedulerGate | None = getattr(optimizer, _MARK, None)
+        if gate is not None:
+            gate.require(scheduler)
+        return optimizer
 
     def __set__(self, scheduler: LRScheduler, optimizer: Any) -> None:
         vars(scheduler)["optimizer"] = optimizer

@@ -180,10 +180,6 @@ class OpenStep:
 
     # For the step --------------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Counts the step as not measured: the loop has left it."""
-        self.start = replace(self.start, measure=False)
-
     def begin(self, part: Part) -> None:
         """Takes the next micro-batch."""
         self.part, self.trained, self.waited = part, False, False

@@ -88,7 +88,11 @@ class StepGradient:
         self.sync = SyncTimer(place)
         """Time that steps wait for their reduction."""
         self.follow_copies()
-        self._reducer: Reducer = attached(self._model, engine.gradient_group(), joined=False)
+        try:
+            self._reducer: Reducer = attached(self._model, engine.gradient_group(), joined=False)
+        except BaseException:
+            parameters.release()
+            raise
         self._host_group = engine.host_group()
         self._reset()
 

@@ -123,7 +123,7 @@ class Accumulator(MutableMapping[Any, Any]):
     def __init__(self) -> None:
         self._sums: dict[Any, _Sum] = {}
         self._total: dict[Any, float] | None = None
-        job = current_job()
+        self._job = job = current_job()
         # One created in the middle of an epoch is created there again, and starts from zero.
         if job.recovery is None or job.timeline.epoch_is_new:
             when = "start" if job.recovery is None else f"epoch {job.epoch}"
@@ -158,7 +158,7 @@ class Accumulator(MutableMapping[Any, Any]):
 
         What is on a device stays there: they lack it.
         """
-        live = current_job().live
+        live = self._job.live
         if live is not None and not any(isinstance(each, Tensor) for each in self._sums.values()):
             live.sums_changed()
 
@@ -199,18 +199,16 @@ class Accumulator(MutableMapping[Any, Any]):
         # From here on they are numbers, which are not read again.
         self._sums = dict(_fetch(self._sums)())
         # As JSON: a replica that was lost to the others meanwhile is told the answer.
-        answer = current_job().engine.ask(
-            lambda peers: split("Accumulator", self._add_up(peers))[0]
-        )
+        answer = self._job.engine.ask(lambda peers: split("Accumulator", self._add_up(peers))[0])
         total: dict[Any, float] = join(answer, {})
-        live = current_job().live
+        live = self._job.live
         if live is not None:
             live.sums_read()
         return total
 
     def _add_up(self, peers: Collectives) -> dict[Any, float]:
         # The processes of one replica have seen the same data.
-        membership = current_job().engine.membership
+        membership = self._job.engine.membership
         share = membership.num_replicas / membership.num_processes
         sums = {key: value * share for key, value in _fetch(self._sums)().items()}
         if peers.num == 1:

@@ -292,10 +292,11 @@ class Recovery:
         self._engine.stop.release()
         self._listening = False
         memory = self._copies.memory
-        if memory is not None and not self._engine.exits:
+        if not self._engine.exits:
             # A process that is killed tidies up now or never; not before all replicas are done.
             self._engine.gather(None)
-            _forget(memory)
+            if memory is not None:
+                _forget(memory)
         elif memory is not None and not self._finish_registered:
             self._finish_registered = True
             atexit.register(_forget, memory)
