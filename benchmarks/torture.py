@@ -51,6 +51,8 @@ QUICK_SHARDED = range(4)
 QUICK_STREAMS = (1, 8, 16, 17)
 """Seeds of the quick form whose data are streams: shards that skip, are read again, and have a
 state, all of them killed."""
+QUICK_SHAPES = range(12)
+"""Seeds of the quick form whose loops have a shape of their own."""
 NUM_PROGRAMS, NUM_KILLS = 300, 300
 HOMES = ("lightning", "keras", "huggingface")
 """Families of programs that train within another framework; Accelerate is in the last one."""
@@ -58,6 +60,8 @@ NUM_SHARDED_PROGRAMS = 60
 """Programs with sharded models in the full form."""
 NUM_STREAM_PROGRAMS = 40
 """Programs on streams in the full form."""
+NUM_SHAPE_PROGRAMS = 100
+"""Programs whose loops have a shape of their own in the full form."""
 NUM_HOME_PROGRAMS = 12
 """Programs of each of these in the full form, compared with an undisturbed run of the same one."""
 
@@ -70,7 +74,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="exit 1 if anything is different")
     parser.add_argument("--seed", help="`new` for unused seeds, or a number to begin at")
     parser.add_argument(
-        "--family", default="loops", help="loops, sharded, streams, or a module of families/"
+        "--family",
+        default="loops",
+        help="loops, sharded, streams, shapes, or a module of families/",
     )
     parser.add_argument("--num", type=int, help="how many programs, from --seed on")
     parser.add_argument("--minutes", type=float, help="how long to hunt")
@@ -110,6 +116,8 @@ def wanted(args: argparse.Namespace, outcomes: list[Outcome]) -> Iterator[list[C
     cases += [generate_sharded(seed) for seed in sharded]
     streams = range(NUM_STREAM_PROGRAMS) if not args.quick else QUICK_STREAMS
     cases += [generate_stream(seed) for seed in streams]
+    shapes = range(NUM_SHAPE_PROGRAMS) if not args.quick else QUICK_SHAPES
+    cases += [generate_home(seed, "shapes") for seed in shapes]
     yield from (cases[i : i + BATCH] for i in range(0, len(cases), BATCH))
     if args.quick:
         return

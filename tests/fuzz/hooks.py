@@ -79,6 +79,17 @@ def kill_point(name: str) -> None:
         plan.reached(name)
 
 
+def may_leave() -> bool:
+    """Whether no life of this case was left by its loop yet."""
+    return plan is not None and not any(plan.folder.glob("left-*"))
+
+
+def leave() -> None:
+    """Says that the loop is left on purpose, and that the script is to be run again."""
+    assert plan is not None
+    (plan.folder / f"left-{plan.life}").touch()
+
+
 def report(
     net: parts.Net,
     optimizer: Any,
@@ -98,12 +109,12 @@ def report(
     save(state)
 
 
-def save(state: dict[str, Any]) -> None:
+def save(state: dict[str, Any], name: str = "result") -> None:
     """Writes any final state down: what a family of programs compares."""
     if plan is None:
         print(state)
         return
     plan.end()
-    path = plan.folder / f"result-{plan.life}-{plan.replica}.pt"
+    path = plan.folder / f"{name}-{plan.life}-{plan.replica}.pt"
     torch.save(state, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").rename(path)

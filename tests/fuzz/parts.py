@@ -5,6 +5,11 @@ All of it is plain PyTorch. Script and oracle build the same parts, and only the
 
 from __future__ import annotations
 
+import collections
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from tests.fuzz.program import Program
 
@@ -44,6 +49,76 @@ def test_data(p: Program) -> TensorDataset:
     x = torch.randn(NUM_TEST, FEATURES, generator=generator, dtype=torch.float64)
     y = torch.randn(NUM_TEST, 1, generator=generator, dtype=torch.float64)
     return TensorDataset(x, y, torch.zeros(NUM_TEST, dtype=torch.long), torch.ones(NUM_TEST))
+
+
+# Batches ---------------------------------------------------------------------------------------
+
+
+def ahead(batches: Iterable[Any], num: int = 1) -> Iterator[Any]:
+    """As a generator does that knows which batch is the last one."""
+    read: collections.deque[Any] = collections.deque()
+    for batch in batches:
+        read.append(batch)
+        if len(read) > num:
+            yield read.popleft()
+    yield from read
+
+
+def preloaded(batches: Iterable[Any]) -> Iterator[Any]:
+    """As a prefetcher does: a copy of the next batch is made while one is trained."""
+    unread = iter(batches)
+
+    def preload() -> Any:
+        batch = next(unread, None)
+        return None if batch is None else tuple(part.clone() for part in unpack(batch))
+
+    coming = preload()
+    while coming is not None:
+        batch, coming = coming, preload()
+        yield batch
+
+
+def on_a_thread(batches: Iterable[Any]) -> Iterator[Any]:
+    read: queue.Queue[Any] = queue.Queue(maxsize=2)
+
+    def fill() -> None:
+        for batch in batches:
+            read.put(batch)
+        read.put(None)
+
+    thread = threading.Thread(target=fill, daemon=True)
+    thread.start()
+    while (batch := read.get()) is not None:
+        yield batch
+    thread.join()
+
+
+READERS: dict[str, Callable[[Iterable[Any]], Iterable[Any]]] = {
+    "ahead": ahead,
+    "deep": partial(ahead, num=3),
+    "preloaded": preloaded,
+    "thread": on_a_thread,
+    "list": list,
+}
+
+
+def as_dict(samples: list[Any]) -> dict[str, Tensor]:
+    return dict(zip(("x", "y", "idx", "weight"), default_collate(samples), strict=True))
+
+
+def time_major(samples: list[Any]) -> list[Tensor]:
+    """Inputs of the shape [T, B, 1], as for an RNN."""
+    x, *others = default_collate(samples)
+    return [x.t().unsqueeze(2), *others]
+
+
+COLLATES = {"dict": as_dict, "time": time_major}
+
+
+def unpack(batch: Any) -> list[Tensor]:
+    """Inputs, targets, index and weight of a batch."""
+    x, *others = batch.values() if isinstance(batch, dict) else batch
+    return [x if x.dim() == 2 else x.squeeze(2).t(), *others]
 
 
 class BadSample(Exception):

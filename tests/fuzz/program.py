@@ -5,8 +5,9 @@ writes it down as a script that uses resilin; `oracle.py` runs the same thing in
 one process. A `Case` adds the disturbance: how many replicas each life of the job has, and at which
 point which replica is killed.
 
-Programs of other frameworks are families (`families/`): their record is a dict of options, and
-their oracle is the undisturbed run of the same program.
+Programs of other frameworks, and loops of a shape of their own, are families (`families/`): their
+record is a dict of options, and their oracle is their own, or the undisturbed run of the same
+program.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ PLACES = (
     "training/passes.py",
     "training/data/cursor.py",
     "training/data/fetching.py",
+    "training/data/iteration.py",
+    "training/data/reading.py",
     "training/gradient/",
     "training/parallel.py",
     "training/gates/optimizer.py",
@@ -94,6 +97,12 @@ class Program:
     tail: str = "short"
     num_workers: int = 0
     max_local_bsz: int | None = None
+    reader: str = "none"
+    """How the loop gets its batches: as it asks for them (`none`), or before it trains them, by a
+    name of `parts.READERS`."""
+    collate: str = "default"
+    """What a batch is: a tuple (`default`), a `dict`, or tuples whose inputs have the samples
+    along their second dimension (`time`)."""
     sizes: str = "fixed"
     """Who sets the batch size: `fixed`, `trace`, `clock` (a function), `schedule`, `epoch` (set by
     the loop when an epoch begins), `once` (set by the loop when the second epoch begins), `auto`
@@ -188,7 +197,7 @@ class Case:
     @property
     def has_twin(self) -> bool:
         """Whether it is compared with an undisturbed run of itself rather than with the oracle."""
-        return self.family != "loops" or self.program.dropout > 0
+        return self.family not in ("loops", "shapes") or self.program.dropout > 0
 
     @property
     def twin(self) -> Case:
@@ -287,6 +296,10 @@ def generate(seed: int, *, max_world: int = 4, kills: bool = True) -> Case:
         fields["weights"] = dice.choice(("batch_weight", "model_weight"))
     if chance(0.15):
         fields["num_workers"] = dice.randint(1, 2)
+    if chance(0.25):
+        fields["reader"] = dice.choice(("ahead", "deep", "preloaded", "thread", "list"))
+    if chance(0.2):
+        fields["collate"] = dice.choice(("dict", "time"))
     fields["net"] = dice.choices(
         ("linear", "mlp", "tied", "unused", "sometimes", "checkpointed", "compiled"),
         (3, 4, 2, 1, 1, 1, 0.4),
@@ -480,6 +493,12 @@ def possible(case: Case) -> Case:
             # torch leaves a unit whole that has no backward pass and no unit around it.
             fixes["shard"] = "layers"
         fixes["net"] = "mlp" if p.net == "sometimes" else fixes.get("net", p.net)
+    if p.reader != "none" and p.scaler and p.sizes != "epoch":
+        # A batch that is read early has the size of the clock as it would be without an overflow.
+        fixes["sizes"], fixes["trace"] = "fixed", ()
+    if p.reader == "thread" and p.break_after is not None:
+        # The thread would read on.
+        fixes["reader"] = "ahead"
     if p.closure and (p.scaler or p.bad != "none" or p.clip != "none" or p.zero_first):
         fixes["closure"] = False
     if p.dropout:

@@ -89,7 +89,9 @@ def _loader(p: Program, indent: str) -> list[str]:
     if p.max_local_bsz is not None:
         arguments.append(f"max_local_bsz={p.max_local_bsz}")
     if p.weights == "batch_weight":
-        arguments.append("batch_weight=lambda batch: batch[3].sum()")
+        arguments.append("batch_weight=lambda batch: parts.unpack(batch)[3].sum()")
+    if p.collate != "default":
+        arguments.append(f"collate_fn=parts.COLLATES[{p.collate!r}]")
     if p.num_workers:
         arguments.append(f"num_workers={p.num_workers}")
     lines = [f"loader = resilin.AdaptiveDataLoader(dataset, {', '.join(arguments)})"]
@@ -168,8 +170,12 @@ def _loop(p: Program) -> list[str]:
     if p.train_stats:
         add("    stats = resilin.Accumulator()")
     add('    kill_point("epoch")')
-    add("    for x, y, idx, weight in loader:")
+    if p.reader == "none":
+        add("    for batch in loader:")
+    else:
+        add(f"    for batch in parts.READERS[{p.reader!r}](loader):")
     add('        kill_point("batch")')
+    add("        x, y, idx, weight = parts.unpack(batch)")
     add("        before = model.clock.steps")
     if p.zero_first:
         add(f"        {p.zero}.zero_grad()")

@@ -7,15 +7,19 @@ right from wrong.
 from __future__ import annotations
 
 import dataclasses
+import random
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import resilin
-from tests.fuzz import driver
-from tests.fuzz.driver import difference
-from tests.fuzz.families import streams, streams_program
+from tests.fuzz import driver, hooks
+from tests.fuzz.driver import REFUSALS, difference
+from tests.fuzz.families import shapes, shapes_program, streams, streams_program
 from tests.fuzz.oracle import Oracle
 from tests.fuzz.program import (
     HOOKS,
@@ -24,6 +28,7 @@ from tests.fuzz.program import (
     Kill,
     Program,
     generate,
+    generate_home,
     generate_sharded,
     generate_stream,
 )
@@ -32,7 +37,8 @@ from tests.fuzz.shrink import shrink, simpler
 
 
 def test_a_seed_is_always_the_same_case_and_survives_its_text_form():
-    for make in (generate, generate_sharded, generate_stream):
+    shaped = partial(generate_home, family="shapes")
+    for make in (generate, generate_sharded, generate_stream, shaped):
         for seed in range(200):
             case = make(seed)
             assert case == make(seed)
@@ -79,6 +85,78 @@ def test_a_difference_is_named_and_a_tolerance_is_kept():
     assert difference(base, {"a": base["a"]}, 1e-10)[0]
     nan = {"a": torch.full((3,), torch.nan, dtype=torch.float64), "b": [1, 2.0]}
     assert difference(base, nan, 1e-10)[0].startswith("a:")
+
+
+# Loops of a shape of their own ---------------------------------------------------------------
+
+
+def run_shape(options):
+    """Runs a program here, as often as its loop is left on purpose; its name if it is refused."""
+    expected = shapes_program.oracle(options)
+    while True:
+        resilin.reset_job()
+        kit = shapes_program.Elastic(options)
+        try:
+            shapes_program.run(kit)
+        except SystemExit:
+            pass
+        except RuntimeError as error:
+            names = [n for n in shapes.refusals(options) if re.search(REFUSALS[n], str(error))]
+            if not names:
+                raise
+            right, got = expected.trajectory[kit.clock.steps], kit.final_state()["parameters"]
+            assert difference(right, got, driver.TOLERANCE)[0] == ""
+            return names[0]
+        if hooks.plan is None or not (hooks.plan.folder / f"left-{hooks.plan.life}").exists():
+            break
+        resilin.reset_job()
+        hooks.plan = hooks.Plan(hooks.plan.folder, hooks.plan.life + 1, hooks.plan.replica, None)
+    assert difference(expected.final_state(), kit.final_state(), driver.TOLERANCE)[0] == ""
+    return "same"
+
+
+def shaped(shape, seed, **options):
+    """A program of this shape, without worker processes."""
+    return {**shapes.options(random.Random(f"{shape} {seed}"), shape), "workers": 0, **options}
+
+
+KNOWN = {
+    "changing": {"how": "transform"},
+    "filtered": {"max_local_bsz": None, "trace": [6, 9]},
+    "hooked": {"how": "scale"},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shape", shapes.SHAPES)
+def test_a_loop_of_any_shape_ends_as_in_plain_pytorch(shape, tmp_path, monkeypatch):
+    for seed in range(2):
+        (tmp_path / str(seed)).mkdir()
+        monkeypatch.setattr(hooks, "plan", hooks.Plan(tmp_path / str(seed), 0, 0, None))
+        run_shape(shaped(shape, seed, **KNOWN.get(shape, {})))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.filterwarnings("ignore")
+def test_replicas_run_loops_of_any_shape(tmp_path, monkeypatch):
+    monkeypatch.setattr(hooks, "plan", hooks.Plan(tmp_path, 0, dist.get_rank(), None))
+    for shape in shapes.SHAPES:
+        if shape not in ("left", "filtered"):
+            run_shape(shaped(shape, 0, checkpoint_every=None, **KNOWN.get(shape, {})))
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "refusal"),
+    [
+        ("timm", {"update_freq": 2, "max_local_bsz": None}, "accumulation"),
+        ("endless", {"how": "cycle"}, "kept batch"),
+        ("nanogpt", {"endless": True}, "over the end"),
+        ("zipped", {"how": "turns", "max_local_bsz": 1}, "in turn"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_shape_that_means_something_else_is_refused_before_a_wrong_step(shape, options, refusal):
+    assert run_shape(shaped(shape, 0, epochs=2, checkpoint_every=None, **options)) == refusal
 
 
 def test_shrinking_keeps_what_matters():

@@ -86,7 +86,9 @@ def run(path: Path, life: int, world: int, rank: int) -> None:
         runpy.run_path(str(path / "script.py"), run_name="__main__")
         hooks.plan.end()
     except SystemExit:
-        raise
+        hooks.plan.end()
+        if not (path / f"left-{life}").exists():
+            raise
     except BaseException as error:
         hooks.plan.end()
         if not (path / f"killed-{life}").exists():
@@ -127,7 +129,7 @@ def main() -> None:
             # Workers of the next case are forks: one that finds what is left of this group among
             # its garbage would wait there for threads that it does not have, or crash.
             gc.collect()
-            if rank == 0:
+            if rank == 0 and not (Path(task["path"]) / f"left-{task['life']}").exists():
                 end(Path(task["path"]), "ran")
         number += 1
     with contextlib.suppress(Exception):
