@@ -1,7 +1,7 @@
 from itertools import product
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from resilin.core.plan import BatchBounds, BatchPlan, PlanError
@@ -65,45 +65,6 @@ def test_a_plan_keeps_every_bound_or_is_refused(batch, replicas, a, b, accumulat
     assert accumulate or plan.steps == 1
 
 
-@given(
-    batches,
-    st.lists(st.sampled_from([0.5, 1.0, 1.7, 3.0, 40.0]), min_size=1, max_size=32),
-    st.none() | limits,
-    st.booleans(),
-)
-def test_unequal_replicas_split_exactly(batch, speeds, max_local, accumulate):
-    replicas = len(speeds)
-    assume(accumulate or max_local is None or batch <= replicas * max_local)
-    plan = BatchPlan(
-        batch,
-        replicas,
-        max_local_bsz=max_local,
-        speeds=tuple(speeds),
-        gradient_accumulation=accumulate,
-    )
-    every = sizes(plan)
-    assert sum(every) == batch
-    assert max_local is None or max(every) <= max_local
-    assert plan.batch_size == max(every)
-    assert accumulate or plan.steps == 1
-    assert_alike(plan)
-    for speed in set(speeds):
-        alike = [r for r in range(replicas) if speeds[r] == speed]
-        shares = [plan.share(r) for r in alike]
-        assert max(shares) - min(shares) <= 1
-        within = [size for r in alike for size in plan.micro_batches(r)]
-        assert not within or max(within) - min(within) <= 1
-    if accumulate or max_local is None:
-        total = sum(speeds)
-        for replica, speed in enumerate(speeds):
-            assert abs(plan.share(replica) - batch * speed / total) <= 1
-
-
-def test_a_fast_replica_that_is_full_leaves_the_rest_to_the_others():
-    plan = BatchPlan(100, 3, max_local_bsz=40, gradient_accumulation=False, speeds=(8.0, 1.0, 1.0))
-    assert [plan.share(r) for r in range(3)] == [40, 30, 30]
-
-
 def test_256_over_64():
     rows = {1: (64, 4), 2: (64, 2), 3: (43, 2), 4: (64, 1), 5: (52, 1)}
     for replicas, (local, steps) in rows.items():
@@ -143,11 +104,11 @@ def test_a_replica_with_fewer_samples_than_micro_batches_runs_fillers_first():
     assert [plan.micro_batches(r) for r in range(3)] == [(1, 1, 1), (0, 1, 1), (0, 1, 1)]
 
 
-def test_replicas_of_unequal_speed_run_the_same_number_of_micro_batches():
-    plan = BatchPlan(256, 3, max_local_bsz=64, speeds=(2.0, 1.0, 1.0))
+def test_replicas_of_unequal_shares_run_the_same_number_of_micro_batches():
+    plan = BatchPlan(256, 3, max_local_bsz=64, shares=(128, 64, 64))
     assert [plan.micro_batches(r) for r in range(3)] == [(64, 64), (32, 32), (32, 32)]
     with pytest.raises(PlanError, match=r"share of 64 needs 2 micro-batches.*\(32\).*\(40\)"):
-        BatchPlan(256, 3, max_local_bsz=64, min_local_bsz=40, speeds=(2.0, 1.0, 1.0))
+        BatchPlan(256, 3, max_local_bsz=64, min_local_bsz=40, shares=(128, 64, 64))
 
 
 def test_eleven_replicas_cannot_be_scheduled():
@@ -193,8 +154,7 @@ def test_accumulation_can_be_off():
         (lambda: BatchPlan(8, 0), r"replicas \(0\)"),
         (lambda: BatchPlan(8.0, 1), r"global_batch_size \(8.0\) must be a whole number"),
         (lambda: BatchPlan(8, 1, max_local_bsz=0), r"max_local_bsz \(0\)"),
-        (lambda: BatchPlan(8, 2, speeds=(1.0,)), "speeds has 1 entries but there are 2"),
-        (lambda: BatchPlan(8, 2, speeds=(1.0, 0.0)), "speeds must be finite and above 0"),
+        (lambda: BatchPlan(8, 2, shares=(8,)), r"shares \(\(8,\)\) must be those of 2 replicas"),
         (lambda: BatchPlan(8, 2).share(2), r"replica \(2\) must be in \[0, 2\)"),
         (lambda: BatchBounds(local_bsz_bounds=(9, 8)), r"\(9\) must be at most .* \(8\)"),
         (lambda: BatchBounds(local_bsz_bounds=(-1, 8)), r"lower bound .* \(-1\)"),
@@ -214,5 +174,3 @@ def test_a_plan_for_many_replicas_builds_nothing_of_their_number():
     plan = BatchPlan(10**6 + 3, 10**5, max_local_bsz=4)
     assert plan.micro_batches(99_999) == (4, 3, 3)
     assert plan.micro_batches(0) == (4, 4, 3)
-    speeds = BatchPlan(10**6, 10**5, speeds=(1.0, 3.0) * 50_000)
-    assert (speeds.share(0), speeds.share(1)) == (5, 15)

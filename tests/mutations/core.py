@@ -41,7 +41,7 @@ MUTATIONS: list[Mutation] = [
         whole = steps - extra
 """,
         test="tests/core/test_plan.py::"
-        "test_replicas_of_unequal_speed_run_the_same_number_of_micro_batches",
+        "test_replicas_of_unequal_shares_run_the_same_number_of_micro_batches",
     ),
     Mutation(
         promise="no micro-batch is smaller than the minimum",

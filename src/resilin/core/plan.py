@@ -9,7 +9,7 @@ given maximum. All replicas run the same number of micro-batches. An impossible 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,12 +51,6 @@ class BatchPlan:
     """Smallest micro-batch worth running; 0 lets a replica go without samples."""
     gradient_accumulation: bool = True
     """Whether a replica may run more than one micro-batch in a step."""
-    speeds: tuple[float, ...] | None = None
-    """Relative speed of each replica; None means that all are equal.
-
-    Shares then follow the speeds, while `stream.Ownership` distributes positions equally: such a
-    plan defines the split of a batch, but not yet who owns which position of the stream.
-    """
     shares: tuple[int, ...] | None = None
     """Samples of each replica, where they are given, as by the shards that each one reads."""
 
@@ -71,9 +65,7 @@ class BatchPlan:
             floor = max(1, self.min_local_bsz)
             _validate.whole("max_local_bsz", self.max_local_bsz, at_least=floor)
         self._check_room()
-        shares = None if self.speeds is None else self._unequal_shares(self.speeds)
-        if self.shares is not None:
-            shares = self._given_shares(self.shares)
+        shares = None if self.shares is None else self._given_shares(self.shares)
         object.__setattr__(self, "_shares", shares)
         object.__setattr__(self, "_steps", self._steps_for(self._largest_share))
         self._check_smallest()
@@ -116,21 +108,7 @@ class BatchPlan:
             return _ceil_div(self.global_batch_size, self.replicas)
         return int(self._shares.max())
 
-    def _unequal_shares(self, speeds: tuple[float, ...]) -> NDArray[np.int64]:
-        if len(speeds) != self.replicas:
-            raise ValueError(
-                f"speeds has {len(speeds)} entries but there are {self.replicas} replicas"
-            )
-        speed = np.asarray(speeds, dtype=np.float64)
-        if not (np.isfinite(speed).all() and (speed > 0).all()):
-            raise ValueError(f"speeds must be finite and above 0, got {speeds!r}")
-        cap = self.max_local_bsz if not self.gradient_accumulation else None
-        upper = self.global_batch_size if cap is None else cap
-        return _proportional(self.global_batch_size, speed, self.min_local_bsz, upper)
-
     def _given_shares(self, shares: tuple[int, ...]) -> NDArray[np.int64]:
-        if self.speeds is not None:
-            raise ValueError("shares follow from speeds: only one of the two can be given")
         if len(shares) != self.replicas or sum(shares) != self.global_batch_size:
             raise ValueError(
                 f"shares ({shares}) must be those of {self.replicas} replicas, and sum up to the "
@@ -175,30 +153,6 @@ class BatchPlan:
     def _check_replica(self, replica: int) -> None:
         if not 0 <= replica < self.replicas:
             raise ValueError(f"replica ({replica}) must be in [0, {self.replicas})")
-
-
-def _proportional(
-    total: int, speed: NDArray[np.float64], lower: int, upper: int
-) -> NDArray[np.int64]:
-    """Whole shares in [lower, upper] that sum to `total` and follow `speed` where bounds allow."""
-    # The sum of clip(rate * speed) grows with the rate, so bisection finds the rate that uses up
-    # the batch; `low` keeps the sum at or below it, so rounding down never assigns too much.
-    low, high = 0.0, (total + 1.0) / float(speed.min())
-    for _ in range(100):
-        rate = (low + high) / 2
-        if np.clip(rate * speed, lower, upper).sum() <= total:
-            low = rate
-        else:
-            high = rate
-    ideal = np.clip(low * speed, lower, upper)
-    shares = np.floor(ideal).astype(np.int64)
-    # Largest remainders first; the order is stable, so equal replicas still differ by at most one.
-    left = total - int(shares.sum())
-    order = np.argsort(shares - ideal, kind="stable")
-    order = order[shares[order] < upper]
-    assert 0 <= left <= len(order), (total, left, len(order), lower, upper)
-    shares[order[:left]] += 1
-    return shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,15 +239,12 @@ class BatchBounds:
                 size = min(size, upper * replicas)
         return size if self.max_batch_size is None else min(size, self.max_batch_size)
 
-    def plan(
-        self, global_batch_size: int, replicas: int, speeds: Sequence[float] | None = None
-    ) -> BatchPlan:
+    def plan(self, global_batch_size: int, replicas: int) -> BatchPlan:
         """Splits one global batch within these bounds.
 
         Args:
             global_batch_size: Samples in the step, over all replicas.
             replicas: Data-parallel members.
-            speeds: Relative speed of each replica; shares follow it. None means equal.
 
         Raises:
             PlanError: The batch, or the number of replicas, is not possible within the bounds.
@@ -311,7 +262,6 @@ class BatchBounds:
             max_local_bsz=upper,
             min_local_bsz=lower,
             gradient_accumulation=self.gradient_accumulation,
-            speeds=None if speeds is None else tuple(speeds),
         )
 
     def possible_replicas(self, global_batch_size: int, among: Iterable[int]) -> list[int]:
