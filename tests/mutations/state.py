@@ -62,8 +62,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="what is kept for another host is no state of this one",
         path="training/state/memory.py",
-        old='complete_copies(file for file in self._files() if "ward" not in file.meta)',
-        new="complete_copies(self._files())",
+        old='complete_copies(file for file in files if "ward" not in file.meta)',
+        new="complete_copies(files)",
         test=f"{_STATE}/test_buddy_copies.py::"
         "test_what_is_kept_for_one_process_of_another_host_is_no_copy_of_this_one",
     ),

@@ -181,7 +181,7 @@ def test_a_process_without_room_holds_up_nobody(shared_path, monkeypatch, caplog
     for step in (1, 2, 2, 3, 4):
         schedule.keep(Version(0, step))
         schedule.wait()
-        found = [file for file in memory._files() if "ward" in file.meta]
+        found = [file for file in memory.files() if "ward" in file.meta]
         assert {file.meta["ward"] for file in found} == {1 - rank}
         steps[step] = {file.version.step for file in found}
         # What is kept for the other one is its half.

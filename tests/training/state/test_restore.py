@@ -8,6 +8,7 @@ import torch
 
 from resilin.core.recovery import candidates
 from resilin.training.job import current_job
+from resilin.training.state import memory
 from resilin.training.state.checkpoint import Checkpoints
 from resilin.training.state.memory import MemoryCopies, Place
 from resilin.training.state.replica_parts import OwnState
@@ -94,6 +95,28 @@ def test_what_each_has_of_its_own_is_worth_one_step(owners, replicas, step):
     newest = Content(2, Version(0, 4), {each: {} for each in owners | {0}}, owners)
     held = [before.held(Version(0, 4), replicas), newest.held(Version(0, 5), replicas)]
     assert candidates(held)[0].version.step == step
+
+
+def test_the_memory_is_scanned_once_to_choose_and_may_change_after_it(
+    tmp_path, monkeypatch, caplog
+):
+    copies = MemoryCopies(tmp_path)
+    for step in (4, 5):
+        keep(copies, state(step, replicas=1), SUM, who=0)
+    read = []
+    own = memory.read_meta
+
+    def gone_after_the_first_scan(path):
+        read.append(path)
+        return own(path) if read.count(path) == 1 or path != newest else None
+
+    monkeypatch.setattr(memory, "read_meta", gone_after_the_first_scan)
+    newest = next(file.path for file in copies.files() if file.version.step == 5)
+    read.clear()
+    snapshot, *_ = newest_state(current_job().engine, copies, None)
+    # Another process has begun to write the next one there.
+    assert "has no complete copy of" in caplog.text
+    assert (snapshot.version.step, snapshot.tree["sums/start/0"]) == (4, SUM["sums/start/0"])
 
 
 @pytest.mark.world_size(2)

@@ -201,6 +201,5 @@ def test_a_copy_of_whole_tensors_has_no_trace_of_it(directory):
     whole.tensors["job.weight"] = FULL
     copies = MemoryCopies(directory)
     copies.keep(whole, {}, Place(host=0, local_process=0, num_local_processes=1, process=0))
-    assert not copies.is_split(NOW)
     assert copies.offer(NOW).shapes == {}
     assert torch.equal(copies.read(NOW).tensors["job.weight"], FULL)

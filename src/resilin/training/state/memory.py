@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -285,14 +285,12 @@ class MemoryCopies:
         return sorted(self._complete(), reverse=True)
 
     def _complete(self) -> dict[Version, list[Found]]:
-        # What is kept for processes of other hosts is no share of this one.
-        return complete_copies(file for file in self._files() if "ward" not in file.meta)
+        return complete(self.files())
 
-    def _files(self) -> Iterator[Found]:
-        for path in sorted(self.directory.iterdir()):
-            file = read_meta(path)
-            if file is not None:
-                yield file
+    def files(self) -> list[Found]:
+        """The files in this directory that are complete, those for other hosts included."""
+        found = map(read_meta, sorted(self.directory.iterdir()))
+        return [file for file in found if file is not None]
 
     def read(self, version: Version, *, pieces: bool = True) -> Snapshot:
         """Reads a state that is here completely.
@@ -315,35 +313,21 @@ class MemoryCopies:
             whole = {p for p, _ in file.placements() if p[1] is None and p[0] not in own}
             found = _read(file, whole.__contains__)
             tensors.update((name, tensor) for (name, _), tensor in found.items())
-        for file in self._files() if pieces else ():
+        for file in self.files() if pieces else ():
             if file.version == version and file.host == files[0].host:
                 _add_shards(tensors, file)
         assert tree is not None, "share 0 has the tree"
         return Snapshot(version, tree, tensors)
 
-    def is_split(self, version: Version) -> bool:
-        """Whether a state that is here completely has tensors that are split over processes."""
-        return any(file.meta.get("split") for file in self._complete()[version])
-
     def offer(self, version: Version) -> Offer:
         """The pieces of split tensors that are here of a state."""
-        files = [file for file in self._files() if file.version == version]
+        files = [file for file in self.files() if file.version == version]
         return offer_of(self.directory, files)
-
-    def num_replicas(self, version: Version) -> int:
-        """Number of replicas of the job when a complete state was written."""
-        files = self._complete()[version]
-        return int(next(f.meta["tree"]["job"]["replicas"] for f in files if "tree" in f.meta))
 
     def sums(self, version: Version) -> dict[int, Mapping[str, Json]]:
         """Sums of the replicas of this host in this version, by replica."""
-        parts = (f.meta["sums"] for f in self._files() if f.version == version and "sums" in f.meta)
+        parts = (f.meta["sums"] for f in self.files() if f.version == version and "sums" in f.meta)
         return {part["replica"]: part["of"] for part in parts}
-
-    def previous(self, version: Version) -> Version | None:
-        """The copy before a complete one, or the state that its generation resumed from."""
-        before = self._complete()[version][0].meta["previous"]
-        return None if before is None else Version(*before)
 
     def generations(self) -> set[int]:
         """Generations with files in this directory, complete or not."""
@@ -352,26 +336,13 @@ class MemoryCopies:
 
     def writers(self) -> set[Writer]:
         """Live processes that have written files in this directory."""
-        found = {Writer(*file.meta["writer"]) for file in self._files()}
+        found = {Writer(*file.meta["writer"]) for file in self.files()}
         return {writer for writer in found if not process_gone(*writer)}
-
-    def owners(self, version: Version) -> set[int]:
-        """Replicas of this host whose own state of this version is in this directory."""
-        return set(self._own_trees(version))
-
-    def without_own(self, version: Version) -> set[int]:
-        """Those of `owners` whose own state is empty."""
-        trees = self._own_trees(version)
-        return {replica for replica, tree in trees.items() if not any(tree.values())}
-
-    def _own_trees(self, version: Version) -> dict[int, Mapping[str, Json]]:
-        files = (file for file in self._files() if file.version == version and "own" in file.meta)
-        return {file.meta["sums"]["replica"]: file.meta["own"] for file in files}
 
     def own(self, version: Version) -> dict[int, OwnState]:
         """Own states of the replicas of this host in this version, by replica."""
         found = {}
-        for file in self._files():
+        for file in self.files():
             if file.version == version and "own" in file.meta:
                 tree = file.meta["own"]
                 mine = {(name, None) for name in names(tree)}
@@ -393,7 +364,7 @@ class MemoryCopies:
         """
         staying = set()
         if but is not None:
-            staying = {file.path.name for file in self._files() if file.version == but}
+            staying = {file.path.name for file in self.files() if file.version == but}
         try:
             present = list(self.directory.iterdir())
         except FileNotFoundError:
@@ -421,6 +392,12 @@ class MemoryCopies:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
+
+
+def complete(files: Iterable[Found]) -> dict[Version, list[Found]]:
+    """States of which a host has all shares, each with one file of each share."""
+    # What is kept for processes of other hosts is no share of this one.
+    return complete_copies(file for file in files if "ward" not in file.meta)
 
 
 def _divided(

@@ -17,7 +17,8 @@ from resilin.core.recovery import Held, candidates, next_generation
 from resilin.engine.base import Engine
 from resilin.engine.collectives import State
 from resilin.training.state.checkpoint import Checkpoints
-from resilin.training.state.memory import MemoryCopies
+from resilin.training.state.memory import MemoryCopies, complete
+from resilin.training.state.memory_file import Found
 from resilin.training.state.offers import Offer, Table
 from resilin.training.state.replica_parts import OwnState, add_up, gathered
 from resilin.training.state.shards import all_whole
@@ -42,6 +43,27 @@ class Content(NamedTuple):
     """Those of `owners` whose own state is empty."""
     split: bool = False
     """Whether it has tensors that are split over the processes."""
+
+    @classmethod
+    def of(cls, version: Version, shares: Sequence[Found], files: Sequence[Found]) -> Content:
+        """The content of one state, as a scan of the memory has found it.
+
+        Args:
+            version: Version of the state.
+            shares: One file of each share.
+            files: All files of the scan.
+        """
+        parts = [f.meta for f in files if f.version == version and "sums" in f.meta]
+        own = {meta["sums"]["replica"]: meta["own"] for meta in parts if "own" in meta}
+        before = shares[0].meta["previous"]
+        return cls(
+            next(f.meta["tree"]["job"]["replicas"] for f in shares if "tree" in f.meta),
+            None if before is None else Version(*before),
+            {meta["sums"]["replica"]: meta["sums"]["of"] for meta in parts},
+            set(own),
+            {replica for replica, tree in own.items() if not any(tree.values())},
+            any(file.meta.get("split") for file in shares),
+        )
 
     def held(self, version: Version, num_replicas: int) -> Held:
         """The same as the record that decides which state wins.
@@ -119,17 +141,8 @@ def newest_state(
     seen: set[int] = set()
     if memory is not None:
         seen = memory.generations()
-        here = {
-            v: Content(
-                memory.num_replicas(v),
-                memory.previous(v),
-                memory.sums(v),
-                memory.owners(v),
-                memory.without_own(v),
-                memory.is_split(v),
-            )
-            for v in memory.versions()
-        }
+        files = memory.files()
+        here = {v: Content.of(v, shares, files) for v, shares in complete(files).items()}
     saved: list[Version] = []
     if checkpoints is not None and engine.membership.is_first:
         saved = [commit.version for commit in checkpoints.commits()]
@@ -175,7 +188,8 @@ def newest_state(
             continue
         if not pieces.are_whole(candidate.version):
             continue
-        snapshot = _from_memory(engine, memory, candidate.version, wanted, pieces)
+        mine = memory if candidate.version in here else None
+        snapshot = _from_memory(engine, mine, candidate.version, wanted, pieces)
         if snapshot is None:
             continue
         found = [each.get(candidate.version) for each in contents]
@@ -296,7 +310,7 @@ def _from_memory(
 ) -> Snapshot | None:
     """A state that some host has in memory, on all replicas; None if it has gone."""
     mine: Snapshot | None = None
-    if memory is not None and version in memory.versions():
+    if memory is not None:
         try:
             mine = memory.read(version, pieces=False)
         except LookupError as error:
