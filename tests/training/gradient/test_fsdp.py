@@ -6,8 +6,13 @@ Float64 leaves no room in which rounding could hide a wrong weight.
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
 
+from resilin.engine.collectives import wait_for
+from resilin.training.gradient.copies import add_over_copies
+from tests.replicas import replica
 from tests.training.gradient.sharded import Case, check, train
 
 ONE = [
@@ -70,3 +75,29 @@ def test_half_precision_measures_the_same_noise():
                 for noises in (exact, half)
             )
             assert second == pytest.approx(first, rel=0.05)
+
+
+@pytest.mark.world_size(2)
+def test_copies_read_the_device_only_where_one_lacks_a_gradient(monkeypatch):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
+
+    def split(values):
+        return DTensor.from_local(torch.tensor(values), mesh["shards"], [Shard(0)])
+
+    parameters = [torch.nn.Parameter(split([0.0, 0.0])) for _ in range(3)]
+    reads = []
+    own = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: reads.append(t.numel()) or own(t))
+
+    def add(*grads):
+        reads.clear()
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = None if grad is None else split(grad)
+        add_over_copies(parameters, mesh.get_group("copies"), wait_for)
+        read = reads.count(len(parameters))  # DTensor reads its mesh
+        return read, [None if p.grad is None else own(p.grad.to_local()) for p in parameters]
+
+    mine = [1.0, 2.0 + replica()]
+    assert add(mine, mine, mine) == (0, [[2.0, 5.0]] * 3)
+    unused = (None, None) if replica() else (mine, None)
+    assert add(mine, *unused) == (1, [[2.0, 5.0], [1.0, 2.0], None])

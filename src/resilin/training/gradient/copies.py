@@ -136,7 +136,10 @@ def add_over_copies(parameters: Sequence[Any], copies: dist.ProcessGroup, wait: 
             wait(work)
         for _, flat, pack in under_way:
             *sums, used = torch.split(flat, [*(shard.numel() for shard in pack), len(pack)])
-            for shard, its, number in zip(pack, sums, used.tolist(), strict=True):
+            # What this copy has used is used. To read the rest, the host waits for the device.
+            missing = any(shards[shard].grad is None for shard in pack)
+            numbers = used.tolist() if missing else [1] * len(pack)
+            for shard, its, number in zip(pack, sums, numbers, strict=True):
                 parameter = shards[shard]
                 if not number:
                     continue

@@ -15,7 +15,8 @@ A micro-batch may have no forward pass, or several. Where the loop leaves one ou
 `end_micro_batch` or `finish` come with `trained=False`: the collectives of the others have to be
 matched even then. A reducer calls `step.send(share)` exactly once in each step that ends in
 `finish`, at the moment that suits its own collectives, and at the latest there. None of its methods
-reads a tensor on the device: the host would wait for it, in each step.
+reads a tensor on the device, which the host would wait for, with one exception: where this replica
+has no gradient for a parameter, `finish` reads whether another one has, as DDP does.
 """
 
 from __future__ import annotations
