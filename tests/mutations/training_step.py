@@ -17,8 +17,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="a ballot is counted once",
         path="training/ballot.py",
-        old="cast, self._cast = self._cast, []",
-        new="cast = self._cast",
+        old="told, self._cast = self._told(), []",
+        new="told = self._told()",
         test="tests/training/test_ballot.py::test_a_step_without_a_ballot_tells_nobody",
     ),
     Mutation(
@@ -27,6 +27,13 @@ MUTATIONS: list[Mutation] = [
         old="apart = abs(sums.divisor - replicas * own.divisor) > 1e-9 * abs(sums.divisor)",
         new="apart = own.divisor > sums.divisor",
         test="tests/training/test_ballot.py::test_replicas_that_do_not_make_the_same_step_are_told",
+    ),
+    Mutation(
+        promise="replicas that vote on different things are told",
+        path="training/ballot.py",
+        old="head.voters != replicas * self._head.voters",
+        new="head.voters < 0",
+        test="tests/training/test_ballot.py::test_replicas_that_vote_on_different_things_are_told",
     ),
     # The life of a step --------------------------------------------------------------------
     Mutation(
@@ -113,12 +120,21 @@ MUTATIONS: list[Mutation] = [
         "test_sums_stay_with_the_job_that_they_were_made_in",
     ),
     Mutation(
+        promise="replicas that differ are refused before the step changes anything",
+        path="training/lifecycle.py",
+        old="    model.check_replicas()\n",
+        new="",
+        test="tests/training/state/test_divergence.py::"
+        "test_one_ulp_of_one_parameter_is_noticed_and_named",
+    ),
+    Mutation(
         promise="the engine is asked before the optimizer steps",
         path="training/lifecycle.py",
         old="""\
     if not job.engine.all_committed():
         commit_step(job, StepOutcome.FAILED)
         return None
+    model.check_replicas()
     result = model.step_optimizer(own)
 """,
         new="""\
@@ -466,8 +482,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="a scheduler in the loop steps once per optimizer step",
         path="training/gates/scheduler.py",
-        old="        if self._waits():\n",
-        new="        if self._waits() and self._clocked is not None:\n",
+        old="        if self._waits():\n            self._held",
+        new="        if self._waits() and self._clocked is not None:\n            self._held",
         test="tests/training/gates/test_scheduler.py::"
         "test_a_call_for_any_micro_batch_counts_once_its_step_is_complete",
     ),

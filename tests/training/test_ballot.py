@@ -36,7 +36,7 @@ def test_alone_each_voter_is_told_its_own_numbers():
     ballot = Ballot(clerks)
     ballot.send(HEAD, None)
     assert ballot.sent is None
-    assert ballot.sums() == HEAD
+    assert ballot.sums()._replace(voters=0.0) == HEAD
     ballot.count()
     assert [clerk.told for clerk in clerks] == [[(1.0,)], [()], [(2.0, 3.0)]]
 
@@ -89,3 +89,20 @@ def test_replicas_that_do_not_make_the_same_step_are_told(apart, complaint):
     ballot.send(HEAD._replace(**apart) if replica() else HEAD, dist.group.WORLD)
     with pytest.raises(RuntimeError, match=complaint):
         ballot.sums()
+
+
+@pytest.mark.world_size(2)
+def test_replicas_that_vote_on_different_things_are_told():
+    class Other(Clerk):
+        pass
+
+    # One who has nothing to say is no difference.
+    ballot = Ballot([Clerk(1.0), Other()] if replica() else [Clerk(1.0)])
+    ballot.send(HEAD, dist.group.WORLD)
+    assert ballot.sums().samples == 4.0
+    for voters in ([Clerk(1.0), Other(2.0)], [Clerk(1.0, 2.0)], [Other(1.0)]):
+        ballot = Ballot(voters if replica() else [Clerk(1.0)])
+        ballot.send(HEAD, dist.group.WORLD)
+        own = r"Clerk \(1\), and not" if replica() == 0 else "vote on different things"
+        with pytest.raises(RuntimeError, match=own):
+            ballot.sums()

@@ -9,6 +9,7 @@ through a group for tensors on the host: no device has to come this far before t
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -54,9 +55,13 @@ class Head(NamedTuple):
     """1 if it has other trained parameters than in the step before."""
     signature: float
     """Hash of the parameters it trains."""
+    voters: float = 0.0
+    """Hash of the names of those who vote, and of how many numbers each has."""
 
 
 _LENGTH = len(Head._fields)
+_ROOM = 64
+"""Ballots are filled up to a multiple of it: unequal ones still arrive, and are told apart."""
 
 
 class Ballot:
@@ -104,11 +109,13 @@ class Ballot:
             said = voter.votes()
             self._cast.append((voter, len(said)))
             numbers.extend(said)
-        self._head, self._group = head, group
+        voters = zlib.crc32(self._voted().encode()) & 0xFFFFF
+        self._head, self._group = head._replace(voters=float(voters)), group
         if group is None:
-            self._sums, self._votes = head, numbers
+            self._sums, self._votes = self._head, numbers
             return
-        self.sent = torch.tensor([*head, *numbers], dtype=torch.float64)
+        filled = -(_LENGTH + len(numbers)) % _ROOM
+        self.sent = torch.tensor([*self._head, *numbers, *[0.0] * filled], dtype=torch.float64)
         self._work = dist.all_reduce(self.sent, group=group, async_op=True)
 
     def sums(self) -> Head:
@@ -124,20 +131,38 @@ class Ballot:
             assert self.sent is not None
             self._wait(self._work)
             numbers: list[float] = self.sent.tolist()
-            check(self._head, Head(*numbers[:_LENGTH]), dist.get_world_size(self._group))
+            head, replicas = Head(*numbers[:_LENGTH]), dist.get_world_size(self._group)
+            check(self._head, head, replicas)
+            if head.voters != replicas * self._head.voters:
+                raise RuntimeError(
+                    f"replicas vote on different things: this one has {self._voted()}, and not all "
+                    f"of the {replicas} have the same; settings of the job, such as cross_check, "
+                    "autoscaling, and variables RESILIN_..., must be the same on all hosts"
+                )
             if self._per_replica > 1:
                 numbers = [number / self._per_replica for number in numbers]
             self._sums, self._votes = Head(*numbers[:_LENGTH]), numbers[_LENGTH:]
         return self._sums
 
+    def _voted(self) -> str:
+        """Who has voted, and with how many numbers."""
+        cast = [f"{type(voter).__name__} ({num})" for voter, num in self._cast if num]
+        return ", ".join(cast) or "none"
+
+    def said_to(self, voter: Voter) -> tuple[float, ...]:
+        """The sums that a voter is told when they are counted."""
+        return next((said for each, said in self._told() if each is voter), ())
+
+    def _told(self) -> list[tuple[Voter, tuple[float, ...]]]:
+        rest = iter(self._votes)
+        return [(voter, tuple(itertools.islice(rest, num))) for voter, num in self._cast]
+
     def count(self) -> None:
         """Tells those who voted, and are still there, the sums; once per ballot."""
-        cast, self._cast = self._cast, []
+        told, self._cast = self._told(), []
         if self._sums is None:
             return
-        rest = iter(self._votes)
-        for voter, num in cast:
-            said = tuple(itertools.islice(rest, num))
+        for voter, said in told:
             if voter in self._voters:
                 voter.counted(said)
 

@@ -156,7 +156,6 @@ def begin_step(job: Job, asked_by: object = None) -> Membership:
     Returns:
         Who takes part in the step.
     """
-    start(job)
     begins = job.iterations.begins_step(asked_by)
     recovery, recorder = _end_body(job, asked_by, ends_step=begins)
     recovery.between_steps()
@@ -196,6 +195,7 @@ def make_step(job: Job, own: Callable[[], Any]) -> Any:
     if not job.engine.all_committed():
         commit_step(job, StepOutcome.FAILED)
         return None
+    model.check_replicas()
     result = model.step_optimizer(own)
     commit_step(job, StepOutcome.COMMITTED)
     return result

@@ -26,6 +26,7 @@ from resilin.training.gradient.records import Reduced
 from resilin.training.gradient.step import StepGradient
 from resilin.training.records import StepOutcome, StepSizes
 from resilin.training.scaling.factors import StepScaling
+from resilin.training.state.divergence import DivergenceCheck
 
 
 class Ends(NamedTuple):
@@ -70,6 +71,7 @@ class TrainedModel:
         ballot: What replicas agree on in a step.
         iterations: The micro-batch that the loop works on.
         ends: Functions that end a step.
+        check: Compares the replicas.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class TrainedModel:
         ballot: Ballot,
         iterations: Iterations,
         ends: Ends,
+        check: DivergenceCheck,
     ) -> None:
         self.face = face
         self.optimizer = optimizer
@@ -96,6 +99,7 @@ class TrainedModel:
         self._ballot = ballot
         self._iterations = iterations
         self._ends = ends
+        self._check = check
         self._failed = False
         self._made_in: tuple[int | None] | None = None
         self._gate = Gate(optimizer, self)
@@ -248,6 +252,10 @@ class TrainedModel:
         """Asked by the gate: makes the step, with the optimizer's own method."""
         self._require_own_weights()
         return self._ends.make_step(own)
+
+    def check_replicas(self) -> None:
+        """Refuses a step if the replicas differ."""
+        self._check.check(self._ballot.said_to(self._check))
 
     def step_optimizer(self, own: Callable[[], Any]) -> Any:
         """Steps the optimizer, by the factors of the rule."""

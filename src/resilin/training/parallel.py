@@ -163,6 +163,7 @@ class AdaptiveDataParallel(nn.Module):
             ballot=ballot,
             iterations=job.iterations,
             ends=Ends(lambda own: make_step(job, own), lambda outcome: commit_step(job, outcome)),
+            check=self._check,
         )
         self._registered: list[str] = []
         try:

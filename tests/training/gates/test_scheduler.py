@@ -356,18 +356,21 @@ def test_a_scheduler_that_was_frozen_is_found():
     assert gc.get_freeze_count() > 0.9 * frozen  # the script wants them frozen
     assert_waits_for_four(net, optimizer, scheduler)
     gc.freeze()
-    # One that was found hides others, and they are refused.
+    # One that was found hides others: they wait from when they show up.
     resilin.accumulate(optimizer, 1)
     later = lrs.StepLR(optimizer, 1)
     resilin.accumulate(optimizer, 4)
+    optimizer.step()
     for hidden in (scheduler, plateau):
         with pytest.raises(RuntimeError, match="would count micro-batches and not steps"):
             hidden.step(*[1.0] * (hidden is plateau))
-    gc.unfreeze()
-    resilin.accumulate(optimizer, 1)
-    resilin.accumulate(optimizer, 4)
+    F.mse_loss(net(data().tensors[0]), data().tensors[1]).backward()
+    for _ in range(3):
+        optimizer.step()
+    assert scheduler.optimizer is plateau.optimizer is optimizer
+    scheduler.last_epoch = 0
+    assert_waits_for_four(net, optimizer, scheduler)
     assert_waits_for_four(net, optimizer, later)
-    assert plateau.optimizer is scheduler.optimizer is optimizer
 
 
 def test_a_scheduler_that_nobody_holds_is_let_go():

@@ -52,9 +52,12 @@ WORLDS = worlds(2, 3)
 def test_one_ulp_of_one_parameter_is_noticed_and_named(world):
     parts = make(cross_check=4)
 
+    left = {}
+
     def change(step):
         if step == 6 and replica() == world - 1:
             one_ulp(parts[0][2].weight)
+        left[step] = [p.tolist() for p in parts[0].parameters()]
 
     with pytest.raises(RuntimeError, match=r"diverged by step 8") as error:
         train(*parts, 2, change)
@@ -62,7 +65,11 @@ def test_one_ulp_of_one_parameter_is_noticed_and_named(world):
     assert f"replica {world - 1} differs from" in text
     assert ("the other 2" if world == 3 else "replica 0") in text
     assert re.search(r"in parameter \d\.(weight|bias) and \d+ more|in parameter 2.weight", text)
-    assert parts[2].clock.steps == 9  # the ballot of the ninth step compares what is left of 8
+    # The ballot of the ninth step compares what is left of 8, and that step changes nothing.
+    assert parts[2].clock.steps == 8
+    assert parts[3].state_dict()["cursor"] == 8 * 12
+    after = [p.tolist() for p in parts[0].parameters()]
+    assert after == left[8] != left[7]
 
 
 @pytest.mark.world_size(2, init=False)
@@ -78,7 +85,7 @@ def test_a_device_that_queues_its_work_is_compared_a_step_later_and_nobody_waits
 
     with pytest.raises(RuntimeError, match=r"diverged by step 8.*replica 1 differs from replica 0"):
         train(*parts, 2, change)
-    assert parts[2].clock.steps == 10  # a step later than where nothing is queued
+    assert parts[2].clock.steps == 9  # a step later than where nothing is queued
     ours = [
         told
         for told in counted.told("read", "wait")

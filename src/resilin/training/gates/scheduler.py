@@ -76,18 +76,21 @@ class SchedulerGate:
         scheduler.__class__ = _gated(type(scheduler))
 
     def require(self, scheduler: LRScheduler) -> None:
-        """Refuses a scheduler of this optimizer that does not wait.
+        """Gates a scheduler that was not found when the gate was made, and shows up now.
 
         Raises:
-            RuntimeError: It was not found when the gate was made.
+            RuntimeError: It is too late: it steps in an incomplete step.
         """
-        if self._patch is not None and scheduler not in self._names:
+        if self._patch is None or scheduler in self._names:
+            return
+        if self._waits():
             raise RuntimeError(
                 f"this {type(scheduler).__qualname__} would count micro-batches and not steps: it "
                 "is a copy, or gc.freeze() had put it aside when the optimizer was given to "
                 "resilin. Call gc.unfreeze() before that and gc.freeze() after it, or make the "
                 "scheduler after it"
             )
+        self.add(scheduler)
 
     def outermost(self) -> dict[str, LRScheduler]:
         """The schedulers that are not part of another one, by names that a restart keeps."""

@@ -169,22 +169,26 @@ class DivergenceCheck:
         self._checked = (taken.step, taken.time)
         return (*parts, *squares(parts), seconds, per_step)
 
-    def counted(self, votes: tuple[float, ...]) -> None:
-        """Compare the hashes of all replicas.
+    def check(self, votes: tuple[float, ...]) -> None:
+        """Compare the hashes of all replicas, before the step changes anything.
 
         Raises:
             RuntimeError: Replicas differ; on all of them.
         """
+        sums, half = votes[:-2], (len(votes) - 2) // 2
+        if votes and not all_same(sums[:half], sums[half:], self._engine.membership.num_replicas):
+            raise RuntimeError(self._who())
+
+    def counted(self, votes: tuple[float, ...]) -> None:
+        """Compare them in a step that is not made, and decide when the next check is due."""
         if not votes:
             return
-        *sums, seconds, per_step = votes
-        half = len(sums) // 2
+        *_, seconds, per_step = votes
         # The clock may not have moved: a GradScaler can skip the step.
         self._due = max(self._due, self._checked[0] if self._checked else 0) + self._interval(
             seconds, per_step
         )
-        if not all_same(sums[:half], sums[half:], self._engine.membership.num_replicas):
-            raise RuntimeError(self._who())
+        self.check(votes)
 
     def _interval(self, seconds: float, per_step: float) -> int:
         if self._every != "auto":
