@@ -46,3 +46,9 @@ def test_the_links_to_other_pages_lead_somewhere(page):
         if anchor:
             heads = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
             assert anchor in {head.lower().replace(" ", "-") for head in heads}, anchor
+
+
+def test_warnings_name_the_line_of_the_script():
+    """A depth that is counted by hand ends within resilin as soon as a function moves."""
+    sources = (ROOT / "src").rglob("*.py")
+    assert [path for path in sources if "warnings.warn(" in path.read_text()] == []

@@ -35,6 +35,14 @@ MUTATIONS: list[Mutation] = [
         new="head.voters < 0",
         test="tests/training/test_ballot.py::test_replicas_that_vote_on_different_things_are_told",
     ),
+    Mutation(
+        promise="a warning names the line of the script",
+        path="core/_warn.py",
+        old="    while _package(frame) in _BETWEEN and",
+        new="    while _package(frame) == 'contextlib' and",
+        test="tests/training/test_parallel.py::"
+        "test_a_warning_is_shown_for_each_place_in_the_script",
+    ),
     # The life of a step --------------------------------------------------------------------
     Mutation(
         promise="the cursor stays until the step is committed",

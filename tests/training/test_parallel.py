@@ -435,6 +435,25 @@ def test_a_step_left_in_the_middle_is_dropped_with_a_warning():
     assert model.clock.samples == 64
 
 
+def test_a_warning_is_shown_for_each_place_in_the_script():
+    model, _ = make(rule="linear")
+    loader = resilin.AdaptiveDataLoader(data(), batch_size=16, max_local_bsz=8)
+
+    def leave(loader):
+        x, y = next(loader)
+        F.cross_entropy(model(x), y).backward()
+
+    batches = [iter(loader) for _ in range(4)]
+    leave(batches[0])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        leave(batches[1])
+        leave(batches[2])
+        next(batches[3])
+    assert {each.filename for each in told} == {__file__}
+    assert len({each.lineno for each in told}) == len(told) == 2
+
+
 def test_an_epoch_of_progress_uses_more_samples_and_ends_by_itself():
     model, optimizer = make(stats_every=1)
     loader = resilin.AdaptiveDataLoader(data(), batch_size=8, max_local_bsz=8, shuffle=True)

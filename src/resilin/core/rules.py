@@ -12,7 +12,6 @@ where S < 1.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -20,6 +19,7 @@ from types import MappingProxyType
 from typing import Literal, Protocol, runtime_checkable
 
 from resilin.core import _exact, _validate
+from resilin.core._warn import warn
 from resilin.core.clock import CLOCKS, ClockName
 from resilin.core.noise import Noise, gain
 
@@ -255,11 +255,10 @@ def default_rule(optimizer: str) -> ScalingRule:
     if optimizer in _STRONG:
         return get_rule(_STRONG[optimizer])
     if optimizer in _WEAK:
-        warnings.warn(
+        warn(
             f"the default rule for {optimizer}, lr * sqrt(gain), rests on weak evidence; pass "
             "rule= to choose one yourself",
             WeakEvidenceWarning,
-            stacklevel=2,
         )
         return PowerRule(0.5, 0.5)
     raise ValueError(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import random
 import types
-import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from resilin.compat.keras_names import REMADE, SET_BY_FIT, choose_comparison
 from resilin.compat.torch_names import version_of
+from resilin.core._warn import warn
 
 LARGE = 2**17
 """Largest array or list from before training that is compared, in elements."""
@@ -162,11 +162,10 @@ class Memory:
 
 
 def _warn(path: str, name: str, kind: str) -> None:
-    warnings.warn(
+    warn(
         f"{path}.{name} ({kind}) has changed in training and cannot be kept: after this restart it "
         f"starts from its initial state; give {path.partition('.')[0]} state_dict() and "
-        "load_state_dict()",
-        stacklevel=2,
+        "load_state_dict()"
     )
 
 

@@ -1,4 +1,8 @@
-"""`StepTimer`: the only timer of the steps of a job."""
+"""`StepTimer`: the durations of whole steps, for reports, hints and the budget of measuring.
+
+The autoscaler, the hints and the memory copies have clocks of their own beside it: they leave out
+what is no part of their question, such as a pause between two passes or the first step of a size.
+"""
 
 from __future__ import annotations
 

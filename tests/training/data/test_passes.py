@@ -306,8 +306,11 @@ def test_a_loader_made_anew_keeps_what_its_autoscaler_has_learned():
 def test_a_second_loader_over_data_of_one_name_gets_a_warning():
     life = Life({}, None)
     train_all(life, loader())
-    with pytest.warns(UserWarning, match=r"a second loader trains in epoch 0 over data called 'Te"):
+    with pytest.warns(
+        UserWarning, match=r"a second loader trains in epoch 0 over data called 'Te"
+    ) as told:
         train_all(life, loader())
+    assert told[0].filename == __file__
 
 
 @pytest.mark.filterwarnings("ignore:a second loader trains in epoch")

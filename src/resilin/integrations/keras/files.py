@@ -8,12 +8,13 @@ the file is truncated to its earlier length.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import keras  # type: ignore[import-untyped]
+
+from resilin.core._warn import warn
 
 POSITION = "position"
 """Key of the length of the file in the state of a CSVLogger."""
@@ -42,10 +43,9 @@ def appending(callback: Any, known: int | None) -> Iterator[None]:
     name = callback.filename
     present = os.path.getsize(name) if os.path.isfile(name) else 0
     if known is None or present < known:
-        warnings.warn(
+        warn(
             f"{name} of {type(callback).__name__} has {present} bytes and had {known}: rows that "
-            "were written before this restart are missing",
-            stacklevel=2,
+            "were written before this restart are missing"
         )
     elif present > known:
         os.truncate(name, known)

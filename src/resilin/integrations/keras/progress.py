@@ -8,13 +8,13 @@ it may freeze, compile again, or set a learning rate.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import keras  # type: ignore[import-untyped]
 
+from resilin.core._warn import warn
 from resilin.engine.collectives import State
 from resilin.integrations.keras.files import POSITION, appending, position
 from resilin.integrations.keras.optimizer import assign, by_name
@@ -160,16 +160,12 @@ class Progress:
             if name in remembered:
                 self._memories[id(callback)].give(remembered[name], type(callback).__name__)
             else:
-                warnings.warn(
+                warn(
                     f"callback {name} is not in the state that the job resumes from: it starts "
-                    "from its initial state",
-                    stacklevel=2,
+                    "from its initial state"
                 )
         for name in remembered.keys() - self._named.keys():
-            warnings.warn(
-                f"the job resumes from a state with callback {name}, which fit() was not given",
-                stacklevel=2,
-            )
+            warn(f"the job resumes from a state with callback {name}, which fit() was not given")
 
     def ended(self) -> None:
         """End the call, and keep its History."""

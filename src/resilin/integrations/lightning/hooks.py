@@ -8,7 +8,6 @@ not copied: where a hook adds them to the checkpoint, their names are kept in th
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from resilin.compat.lightning_names import UNSAVED, call_module_hook, first_hyperparameters
+from resilin.core._warn import warn
 from resilin.training.state.snapshot import split
 
 _WEIGHT = "resilin/weight"
@@ -195,6 +195,6 @@ def _is_saveable(name: Any, value: Any, what: str) -> bool:
         text = f"{what} {name!r} does not survive the loss of a worker: {error}"
         if text not in _warned:
             _warned.add(text)
-            warnings.warn(text, stacklevel=2)
+            warn(text)
         return False
     return True

@@ -8,7 +8,6 @@ micro-batches count nothing, and the sums of a lost process are a part of the st
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
 
 from resilin.compat import lightning_names
 from resilin.compat.lightning_names import num_updates, set_num_updates, states_of
+from resilin.core._warn import warn
 from resilin.training.bridge.home import Home
 from resilin.training.state.replica_parts import LARGEST, SMALLEST
 
@@ -250,11 +250,10 @@ class EpochSums:
             if name in outline["metrics"]:
                 _fill(name, metric, sums)
             elif name in outline["lost"]:
-                warnings.warn(
+                warn(
                     f"the metric {name!r} ({type(metric).__name__}) has states that are not sums "
                     "over samples and are not kept: in the epoch that is resumed, its value "
-                    "covers only what came after the restart",
-                    stacklevel=2,
+                    "covers only what came after the restart"
                 )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeGuard
@@ -24,6 +23,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
 
 from resilin.compat import lightning_names
+from resilin.core._warn import warn
 from resilin.integrations.lightning import files, hooks
 from resilin.integrations.lightning.means import EpochSums
 from resilin.training.bridge.home import Home
@@ -120,10 +120,9 @@ class Fit:
         if self.passed is not None:
             self._weights = home.registry.restored(MODEL)
             if trainer.is_global_zero:
-                warnings.warn(
+                warn(
                     f"fit number {self._fits.begun} of this script is done and is skipped: its "
-                    "model has the newest weights of the job, not those at the end of that fit",
-                    stacklevel=2,
+                    "model has the newest weights of the job, not those at the end of that fit"
                 )
             return
         found = home.registry.restored(LOOPS)

@@ -12,12 +12,12 @@ made, which a restart changes:
 from __future__ import annotations
 
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from resilin.core._warn import warn
 from resilin.core.membership import Membership
 from resilin.core.passes import PassCount
 from resilin.core.stream import Ownership, SampleStream
@@ -257,14 +257,13 @@ class Cursors:
         if name not in self._cursors:
             others = (c.stream.fingerprint for c in self._cursors.values() if c.epoch == epoch)
             if stream.fingerprint in others:
-                warnings.warn(
+                warn(
                     f"a second loader trains in epoch {epoch} over data called "
                     f"{stream.fingerprint!r}. After a restart the two are told apart only by the "
                     "order in which they are made, and with the same seed they have the same "
                     "order: give each its own fingerprint=. "
                     "If this is meant to be one loader, make it once, or within an epoch of "
-                    "resilin.remaining_epochs_until()",
-                    stacklevel=5,
+                    "resilin.remaining_epochs_until()"
                 )
             self._cursors[name] = make(name)
         return self._cursors[name]

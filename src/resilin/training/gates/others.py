@@ -8,7 +8,6 @@ optimizer of torch is looked at, until `remove`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from resilin.core._warn import warn
 from resilin.training.gates.optimizer import Gate
 
 RECIPE = "the recipe 'Two optimizers' (docs/recipes/two-optimizers.md)"
@@ -71,12 +71,11 @@ class OtherOptimizers:
             return
         self._known.add(optimizer)
         if not self._keeps(optimizer):
-            warnings.warn(
+            warn(
                 f"another optimizer ({kind}) steps in the loop that trains, and the job does not "
                 "keep its state: it is lost when the job resumes, and it steps with each "
                 "micro-batch. Register it and what it trains with resilin.register(), and step it "
-                f"under `if model.stepped:`, or follow {RECIPE}",
-                stacklevel=4,
+                f"under `if model.stepped:`, or follow {RECIPE}"
             )
 
     def remove(self) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Protocol
 
+from resilin.core._warn import warn
 from resilin.engine.base import Engine
 from resilin.training.gradient import refusals
 from resilin.training.gradient.records import Part, StepStart
@@ -214,7 +214,7 @@ class StepFlow:
             raise RuntimeError(refusals.NOT_STEPPED)
         if gradient.step.result is not None:
             if not gradient.step.lost:
-                warnings.warn(refusals.LEFT_BY_ANOTHER, stacklevel=2)
+                warn(refusals.LEFT_BY_ANOTHER)
             self._calls.left()
             return
         if asked_by is not None and self._loop.is_elsewhere(asked_by):
@@ -222,16 +222,15 @@ class StepFlow:
         micro = self._loop.micro_batch
         if micro is None or not self._left_out(micro):
             if gradient.step.pending:
-                warnings.warn(refusals.LEFT, stacklevel=2)
+                warn(refusals.LEFT)
             self.drop()
             self._over = None if micro is None else micro.number
             return
         membership = self._engine.membership
-        warnings.warn(
+        warn(
             f"replica {membership.replica} of {membership.num_replicas} left the last micro-batch "
             "of a step without a backward pass: no replica makes this step, and its samples do not "
-            "count",
-            stacklevel=2,
+            "count"
         )
         if micro.number != self._seen:
             self._enter(micro)

@@ -9,7 +9,6 @@ leaves out is not in the mean. A `Reducer` does the arithmetic on gradients and 
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from resilin.compat.torch_names import after_backward
+from resilin.core._warn import warn
 from resilin.engine import devices
 from resilin.engine.base import Engine
 from resilin.engine.devices import Fetched
@@ -199,7 +199,7 @@ class StepGradient:
         if self.step.complete:
             raise RuntimeError(refusals.NOT_STEPPED)
         if self.step.pending:
-            warnings.warn(refusals.LEFT, stacklevel=5)
+            warn(refusals.LEFT)
         self.drop()
         self._follow(start)
         self.step.start = start

@@ -7,11 +7,11 @@ step: nothing has to come out the same on two machines but a sum.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from resilin.core._warn import warn
 from resilin.core.events import DecisionEvent
 from resilin.core.noise_cap import NoiseCap
 from resilin.core.ramp import CONFIDENCE, NoiseRamp
@@ -101,11 +101,10 @@ class Capping:
         if optimizer in (None, "SGD") or self._warned:
             return
         self._warned = True
-        warnings.warn(
+        warn(
             f"noise_cap=True with {optimizer}: the cap helps SGD over many epochs; with "
             "Adam on a small language model it lost accuracy",
             WeakEvidenceWarning,
-            stacklevel=2,
         )
 
     def votes(self) -> tuple[float, ...]:

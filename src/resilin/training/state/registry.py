@@ -8,13 +8,13 @@ taken, as it was restored: a process that dies before it has made all its things
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+from resilin.core._warn import warn
 from resilin.core.placement import Stored, Wanted
 from resilin.training.state.replica_parts import OWN, SUMS, OwnState, is_past
 from resilin.training.state.shards import Held
@@ -310,10 +310,9 @@ class Registry:
                 aged = name not in self._ageless
                 self._claim(name, thing, now=snapshot.version.step if aged else None)
             elif name not in {*without, *_SINCE_0_2} and name in self._shared:
-                warnings.warn(
+                warn(
                     f"{name!r} is not in the state that the job resumes ({snapshot.version}): "
-                    "it starts from scratch",
-                    stacklevel=2,
+                    "it starts from scratch"
                 )
         for name, own in list(self._own.items()):
             self._claim_own(name, own)
@@ -342,11 +341,10 @@ class Registry:
         assert self._restored is not None
         thing.load_state_dict(state_for(name, thing, self._restored))
         if now is not None and now > self._ages[name]:
-            warnings.warn(
+            warn(
                 f"{name!r} was registered at step {now} and resumes from its state at step "
                 f"{self._ages[name]}: what the steps between them changed is missing from it. "
-                "Register it before the first step, in every run of the script",
-                stacklevel=3,
+                "Register it before the first step, in every run of the script"
             )
         self._claimed(name)
 
@@ -376,10 +374,9 @@ class Registry:
         """Warn once about restored state that no object has claimed."""
         left = sorted(name for name in self._unclaimed if not name.startswith(_LATE))
         if left and self._first:
-            warnings.warn(
+            warn(
                 f"the job resumes a state with {', '.join(map(repr, left))}, which nothing in "
-                "this script has registered so far: it is kept unchanged until something does",
-                stacklevel=2,
+                "this script has registered so far: it is kept unchanged until something does"
             )
         self._first = False
 
