@@ -247,6 +247,54 @@ MUTATIONS: list[Mutation] = [
         "test_what_a_collate_function_has_made_is_not_cut_or_joined",
     ),
     Mutation(
+        promise="a dataset that has grown is used as long as it is",
+        path="training/passes.py",
+        old="        self._supply.renew(self.cursor)\n        self.take_part()\n",
+        new="        self.take_part()\n",
+        test="tests/training/data/test_passes.py::"
+        "test_each_epoch_uses_the_dataset_as_long_as_it_is",
+    ),
+    Mutation(
+        promise="epochs that are over stay over when their length changes",
+        path="training/data/cursor.py",
+        old="self.others += epochs * (before - steps_per_epoch)",
+        new="self.others += 0 * (before - steps_per_epoch)",
+        test="tests/training/data/test_passes.py::"
+        "test_each_epoch_uses_the_dataset_as_long_as_it_is",
+    ),
+    Mutation(
+        promise="progress before a loader began is not that of its epochs",
+        path="training/passes.py",
+        old="self.cursor.others = job.clock.progress  # all that was made before",
+        new="self.cursor.others = 0.0",
+        test="tests/training/data/test_passes.py::"
+        "test_each_epoch_uses_the_dataset_as_long_as_it_is",
+    ),
+    Mutation(
+        promise="a micro-batch with fewer rows than samples is refused",
+        path="training/data/indexed.py",
+        old="alone = len(sizes) == 1 and not used and self.mine.step == 1",
+        new="alone = True",
+        test="tests/training/data/test_changing_data.py::"
+        "test_a_micro_batch_with_fewer_rows_than_samples_is_refused",
+    ),
+    Mutation(
+        promise="another order in the middle of a pass is reported",
+        path="training/passes.py",
+        old="if cursor.position % num and (names := reordered(before, now)):",
+        new="if cursor.position % num < 0 and (names := reordered(before, now)):",
+        test="tests/training/data/test_changing_data.py::"
+        "test_a_second_life_with_another_order_warns_in_the_middle_of_a_pass",
+    ),
+    Mutation(
+        promise="a directory that all names share says nothing of their order",
+        path="training/data/sampled.py",
+        old="start = next(alike, len(low))",
+        new="start = 0",
+        test="tests/training/data/test_changing_data.py::"
+        "test_other_contents_or_places_are_no_other_order",
+    ),
+    Mutation(
         promise="an attribute of a loader that has no effect cannot be set",
         path="training/loader.py",
         old='if name in SETTINGS and "_passes" in vars(self):',
@@ -282,8 +330,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="random numbers of a sample depend on its position and not on the split",
         path="training/data/tickets.py",
-        old="keys: list[int] = self._stream.keys(ticket.positions).tolist()",
-        new="keys: list[int] = self._stream.keys(range(ticket.num)).tolist()",
+        old="keys: list[int] = self.stream.keys(ticket.positions).tolist()",
+        new="keys: list[int] = self.stream.keys(range(ticket.num)).tolist()",
         test="tests/training/state/test_randomness.py::"
         "test_random_numbers_of_samples_depend_on_their_positions_alone",
     ),

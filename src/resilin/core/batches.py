@@ -66,8 +66,13 @@ class Batches:
 
     def epochs_of_progress(self, progress: float) -> int:
         """Whole epochs of the reference run in this progress."""
-        return math.floor((progress + _ROUNDING) / self.steps_per_epoch)
+        return whole_epochs(progress, self.steps_per_epoch)
 
     def reaches(self, progress: float, epochs: int) -> bool:
         """Whether this progress completes so many epochs of the reference run."""
         return progress >= epochs * self.steps_per_epoch - _ROUNDING
+
+
+def whole_epochs(progress: float, steps_per_epoch: float) -> int:
+    """Whole epochs of so many reference steps in this progress."""
+    return math.floor((progress + _ROUNDING) / steps_per_epoch)

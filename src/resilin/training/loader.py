@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from resilin.core import _validate
+from resilin.core.batches import Batches
 from resilin.core.clock import Reference
 from resilin.core.events import FaultEvent
 from resilin.core.noise import Noise
@@ -126,8 +127,8 @@ class AdaptiveDataLoader:
         """The job that it belongs to: the one that was current when it was made."""
         order = DataOrder(seed, shuffle, tail, fingerprint)
         stream = as_stream(dataset)
-        self._batches = None if stream is not None else batches_of(dataset, batch_size, order)
-        reference = Reference(batch_size) if self._batches is None else self._batches.reference
+        batches = None if stream is not None else batches_of(dataset, batch_size, order)
+        reference = Reference(batch_size) if batches is None else batches.reference
         self._sizes = BatchSizes(
             _sizing_context(self.job),
             reference,
@@ -138,12 +139,22 @@ class AdaptiveDataLoader:
         )
         plans = StepPlans(self.job, self._sizes, self.batch_size)
         self._supply: Supply
-        if self._batches is not None:
-            self._supply = IndexedSupply(dataset, self._batches, plans, dataloader_kwargs)
+        if batches is not None:
+            self._supply = IndexedSupply(
+                dataset, batches, plans, dataloader_kwargs, by_samples=batch_weight is None
+            )
         else:
             assert stream is not None
             engine = self.job.engine
-            self._supply = StreamSupply(stream, order, reference, plans, engine, dataloader_kwargs)
+            self._supply = StreamSupply(
+                stream,
+                order,
+                reference,
+                plans,
+                engine,
+                dataloader_kwargs,
+                by_samples=batch_weight is None,
+            )
         self.job.iterations.fetchers.add(self._supply.fetcher)
         self._passes = Passes(self.job, self._supply, plans, batch_weight)
 
@@ -156,6 +167,10 @@ class AdaptiveDataLoader:
                 f"{name} of an AdaptiveDataLoader cannot be set once it is made{values}: {instead}"
             )
         super().__setattr__(name, value)
+
+    @property
+    def _batches(self) -> Batches | None:
+        return self._supply.batches
 
     def example(self) -> Any:
         """A batch of one sample, to build a model with, such as one of lazy modules.

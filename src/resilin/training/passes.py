@@ -13,6 +13,7 @@ from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
+from resilin.core._warn import warn
 from resilin.core.clock import Clock, step_scale
 from resilin.core.membership import Membership
 from resilin.core.plan import BatchPlan
@@ -21,6 +22,7 @@ from resilin.training.data.cursor import FormerNames, LoaderName
 from resilin.training.data.iteration import Iteration
 from resilin.training.data.planned import Planned
 from resilin.training.data.reading import Handed, Reading
+from resilin.training.data.sampled import reordered
 from resilin.training.data.supply import Supply
 from resilin.training.job import Job
 from resilin.training.lifecycle import (
@@ -37,6 +39,11 @@ from resilin.training.step_plans import StepPlans
 
 logger = logging.getLogger("resilin")
 
+_OTHER_ORDER = (
+    "the samples are in another order than {1}, as the entries of {0} tell: some are used twice "
+    "and others left out. Files from a set or os.listdir(), or shuffled without a seed, have an "
+    "order of their own in each process: sort them, or shuffle with a seed"
+)
 _END: Any = object()
 """Follows the last batch of a pass."""
 
@@ -71,6 +78,7 @@ class Passes:
         """The position in the data."""
         self._iteration: Iteration | None = None
         self._depth: int | None = None
+        self._compared = False
 
     @property
     def by_progress(self) -> bool:
@@ -238,20 +246,51 @@ class Passes:
         job = self._job
         start(job)
         job.iterations.settle()
-        self.take_part()
-        job.timeline.epoch_is_new = False
         for other in [each for each in job.iterations.training if each.loader is loader]:
             # It was left without being closed: by an exception that somebody keeps, for example.
             job.iterations.end(other)
+        self._supply.renew(self.cursor)
+        self.take_part()
+        job.timeline.epoch_is_new = False
         passes = self.cursor.passes.begin(job.epoch, job.iterations.positions())
         self.cursor.passes = passes
         if passes.left_out:
             leave_out_pass(job)
+        else:
+            self._check_order()
         return not passes.left_out
+
+    def _check_order(self) -> None:
+        """Warns if samples are in another order than on other replicas, or earlier in this pass.
+
+        That is no proof: the content may have changed, and not the order. So it is no error.
+        """
+        cursor, batches, engine = self.cursor, self._supply.batches, self._job.engine
+        if batches is None:
+            return
+        before, now = cursor.sampled, self._supply.sampled()
+        cursor.sampled, num = now, batches.stream.num_samples
+        if cursor.position % num and (names := reordered(before, now)):
+            warn(_OTHER_ORDER.format(names[0], "when this pass began"))
+        if engine.membership.num_processes == 1 or self._compared or self._job.live is not None:
+            return  # a member that joins a live job has the place of the others
+        self._compared = True
+        for process, (other_num, other) in enumerate(engine.gather([num, now])):
+            if other_num != num:
+                raise ValueError(
+                    f"the dataset of {batches.stream.fingerprint!r} has {num} samples here and "
+                    f"{other_num} in process {process}: all replicas need the same dataset"
+                )
+            if names := reordered(other, now):
+                warn(_OTHER_ORDER.format(names[0], f"in process {process}"))
+                return
 
     def _open(self, loader: object, *, training: bool) -> Iteration:
         job, membership = self._job, self._job.engine.membership
         moves = training or job.trained is None
+        if not training and self.iteration is None:
+            self._supply.renew(self.cursor)
+            self.cursor.follow(self._supply.order)
         if moves:
             self._join(membership)
         place = self._supply.open(self.cursor, membership, job.epoch, moves=moves)
@@ -432,7 +471,12 @@ class Passes:
         self.cursor = cursors.get(name.text, stream, job.epoch, self._supply.new_cursor)
         self.cursor.epoch = job.epoch
         job.registry.add(name.text, self.cursor, ages=False, former=former.cursor)
+        if self.cursor.owner is None and not self.cursor.num_loads:
+            self.cursor.others = job.clock.progress  # all that was made before
         self.cursor.use(name, stream, job.epoch, made_within=name.made_within)
+        if (batches := self._supply.batches) is not None:
+            shorter = self.cursor.measure(batches.steps_per_epoch, job.clock.progress)
+            job.timeline.more_steps += job.epoch * shorter
         parts = self._sizes.take_part(self.cursor, job.voters, made_within=name.made_within)
         _check_sizing(parts, job.engine.membership)
         job.autoscaler, job.sized_by_noise = self._sizes.autoscaler, bool(parts)

@@ -30,6 +30,8 @@ class Timeline:
     """Sizes of the last step; None until this process has committed one."""
     replicas_before: int | None = None
     """Number of replicas when the state was taken that the job resumed from."""
+    more_steps: float = 0.0
+    """Reference steps of past epochs beyond those of as many epochs of the present length."""
     seeded_at: int | None = None
     """Step at which the random generators of all replicas were reseeded, if any."""
     carried_from: str = ""
@@ -42,11 +44,11 @@ class Timeline:
             return None
         if self.reference.steps_per_epoch is None:
             return None
-        return self.total_epochs * self.reference.steps_per_epoch
+        return self.total_epochs * self.reference.steps_per_epoch + self.more_steps
 
     def state(self, num_replicas: int) -> dict[str, Any]:
         """Clocks, epoch, number of replicas and reference batch, for checkpoints."""
-        return {
+        state = {
             "clock": self.clock.state(),
             "epoch": self.epoch,
             "replicas": num_replicas,
@@ -54,6 +56,7 @@ class Timeline:
             # Not restored, since the script says it again: for those who read the state.
             "reference": None if self.reference is None else self.reference.batch_size,
         }
+        return {**state, "more_steps": self.more_steps} if self.more_steps else state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`."""
@@ -61,3 +64,4 @@ class Timeline:
         self.epoch = int(state["epoch"])
         self.replicas_before = int(state["replicas"])
         self.seeded_at = state.get("seeded_at")
+        self.more_steps = float(state.get("more_steps", 0.0))

@@ -39,7 +39,8 @@ class Life:
         resilin.reset_job()
         net = torch.nn.Linear(1, 1).double()
         self.optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-        self.model = resilin.AdaptiveDataParallel(net, self.optimizer, rule="linear", **settings)
+        settings = {"rule": "linear", **settings}
+        self.model = resilin.AdaptiveDataParallel(net, self.optimizer, **settings)
         resilin.checkpoint_to(None, memory_every=1)
 
     def moment(self):
@@ -207,6 +208,35 @@ def read_ahead(life):
         life.moment()
 
 
+class Growing:
+    """A dataset with another length in each epoch."""
+
+    num = 12
+
+    def __len__(self):
+        return self.num
+
+    def __getitem__(self, index):
+        return (torch.tensor([float(index)]).double(),)
+
+
+def growing(life):
+    pool = Growing()
+    data = loader(pool, num_workers=0)
+    for epoch in resilin.remaining_epochs_until(4):
+        pool.num = (12, 18, 10, 16)[epoch]
+        train_all(life, data)
+        life.moment()
+
+
+def made_anew_and_growing(life):
+    pool = Growing()
+    for epoch in resilin.remaining_epochs_until(3):
+        pool.num = (12, 18, 10)[epoch]
+        train_all(life, loader(pool, fingerprint="pool"))
+        life.moment()
+
+
 def in_turn(life):
     a, b = loader(rows(12)), loader(rows(16, 100))
     for _ in resilin.remaining_epochs_until(2):
@@ -245,18 +275,20 @@ PROGRAMS = [
     left_by_the_clock,
     bad_batches_left_out,
     read_ahead,
+    growing,
+    made_anew_and_growing,
     in_turn,
     one_phase_after_the_other,
 ]
 
 
-def run(program, directory, lives):
+def run(program, directory, lives, **settings):
     """The steps that a program makes in several lives, each lost at a moment; None is not lost."""
     record = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RESILIN_MEMORY_DIR", str(directory))
         for lost in lives:
-            life = Life(record, lost)
+            life = Life(record, lost, **settings)
             try:
                 program(life)
             except Lost:
@@ -277,6 +309,41 @@ def test_a_program_lost_at_any_moment_trains_on_the_same_batches(program, most, 
         (place := tmp_path / f"lost{lost}").mkdir()
         # Twice: the second life is lost after one more moment, if it gets there.
         assert run(program, place, [lost, 1, None])[0] == whole, lost
+
+
+@pytest.mark.parametrize("rule", ["linear", "adascale"])
+@pytest.mark.parametrize("program", [growing, made_anew_and_growing, "made anew by length"])
+def test_each_epoch_uses_the_dataset_as_long_as_it_is(program, rule, tmp_path):
+    def made_anew_by_length(life):
+        for epoch in resilin.remaining_epochs_until(3):
+            train_all(life, loader(rows((12, 18, 10)[epoch])))
+
+    program = made_anew_by_length if isinstance(program, str) else program
+    steps, _ = run(program, tmp_path, [None], rule=rule)
+    for epoch, num in enumerate((12, 18, 10)):
+        used = [i for e, (batch,) in steps if e == epoch for i in batch]
+        assert sorted(used) == list(range(num))
+
+
+def test_a_dataset_whose_length_changes_within_a_pass_is_refused():
+    life, pool = Life({}, None), Growing()
+    data = loader(pool)
+    for batch in data:
+        life.train(batch)
+        break
+    pool.num = 16
+    with pytest.raises(ValueError, match="had 12 samples and has 16, and 4 of the 12 were used"):
+        train_all(life, data)
+    pool.num = 12
+    train_all(life, data)
+    pool.num = 0
+    with pytest.raises(ValueError, match="dataset is empty"):
+        train_all(life, data)
+    resilin.reset_job()
+    kept_workers = loader(pool := Growing(), num_workers=1, persistent_workers=True)
+    pool.num = 16
+    with pytest.raises(ValueError, match=r"has 16, and persistent_workers \(True\) keeps"):
+        next(iter(kept_workers))
 
 
 def test_a_loader_made_in_each_epoch_has_new_orders(tmp_path):

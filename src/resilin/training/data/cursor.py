@@ -18,14 +18,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from resilin.core._warn import warn
+from resilin.core.batches import whole_epochs
 from resilin.core.membership import Membership
 from resilin.core.passes import PassCount
 from resilin.core.stream import Ownership, SampleStream
 from resilin.training.state.registry import CURSORS
 
 _OF_FIRST_RELEASE = re.compile(rf"{CURSORS}\d+")
-_ORDER = ("seed", "shuffle")
-"""Settings that may differ between two passes; they set the order within a pass."""
+_ORDER = ("seed", "shuffle", "num_samples")
+"""What may differ between two passes; it sets the order within a pass."""
 
 
 class Order(Protocol):
@@ -70,6 +71,10 @@ class Cursor:
         """The `BatchSizes` of that loader, once it has trained."""
         self.epoch: int | None = None
         """The epoch in which its loader trained last."""
+        self.steps_per_epoch: float | None = None
+        """Reference steps in an epoch of that loader, if that is known."""
+        self.sampled: dict[str, str] = {}
+        """What its dataset held when the pass began; see `sampled`."""
         self.chosen: int | str | None = None
         """The batch size that the loop has set for its loader, or in words what else it has set."""
 
@@ -85,20 +90,41 @@ class Cursor:
         Raises:
             ValueError: Another loader has used it in this epoch.
         """
-        if owner is self.owner:
-            return
-        if made_within and self.owner is not None and self.passes.epoch == epoch:
+        anew = made_within and owner is not self.owner
+        if anew and self.owner is not None and self.passes.epoch == epoch:
             raise ValueError(
                 f"two loaders over {stream.fingerprint!r} train in epoch {epoch} under the name "
                 f"{self.name!r}: one that was made in an earlier epoch, and one that was made in "
                 "this one. Which position belongs to which cannot be told after a restart: give "
                 "each its own fingerprint=, or make both outside of the loop over epochs"
             )
-        self.owner, self.stream = owner, stream
-        if made_within and self.passes.under_way and self.passes.epoch != epoch:
+        self.owner = owner
+        if anew and self.passes.under_way and self.passes.epoch != epoch:
             # A new loader begins a new pass, as in plain PyTorch; the one before it was left.
             self.end_pass()
             self.passes = PassCount()
+        self.follow(stream)
+
+    def follow(self, stream: Order) -> None:
+        """Takes up the order of its loader, as it is from the next pass on."""
+        self.stream = stream
+
+    def measure(self, steps_per_epoch: float, progress: float) -> float:
+        """Takes up the length of an epoch: those that are over stay over.
+
+        Args:
+            steps_per_epoch: Reference steps in an epoch from now on.
+            progress: Progress of the job.
+
+        Returns:
+            By how much an epoch was longer before.
+        """
+        before, self.steps_per_epoch = self.steps_per_epoch, steps_per_epoch
+        if before is None or before == steps_per_epoch:
+            return 0.0
+        epochs = whole_epochs(progress - self.others, before)
+        self.others += epochs * (before - steps_per_epoch)
+        return before - steps_per_epoch
 
     def end_pass(self) -> None:
         """Moves to the beginning of the next pass."""
@@ -117,6 +143,10 @@ class Cursor:
         state = {**self.place(), **self.passes.state()}
         if self.others:
             state["others"] = self.others
+        if self.steps_per_epoch is not None:
+            state["steps_per_epoch"] = self.steps_per_epoch
+        if self.sampled:
+            state["sampled"] = dict(self.sampled)
         return state if self.chosen is None else {**state, "batch_size": self.chosen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -129,6 +159,8 @@ class Cursor:
         self.chosen = state.get("batch_size")
         self.others = float(state.get("others", 0.0))
         self.num_loads += 1
+        self.steps_per_epoch = state.get("steps_per_epoch")
+        self.sampled = dict(state.get("sampled", {}))
         self.passes = PassCount.from_state(state, self.position)
 
 
@@ -146,6 +178,28 @@ class SampleCursor(Cursor):
         super().__init__(name, stream)
         self._dealt: Ownership | None = None
         self._dealt_in: int | None = None
+
+    def follow(self, stream: Order) -> None:
+        """Takes up the order of its loader, which may have another number of samples now.
+
+        Raises:
+            ValueError: It has, in the middle of a pass.
+        """
+        assert isinstance(stream, SampleStream)
+        before, now = self.stream.num_samples, stream.num_samples
+        if before != now:
+            epochs, used = divmod(self.position, before)
+            if used:
+                raise ValueError(
+                    f"the dataset of {stream.fingerprint!r} had {before} samples and has {now}, "
+                    f"and {used} of the {before} were used in this pass: its length may change "
+                    "between two passes over the data, and not within one. An epoch of progress "
+                    "may end within a pass: take rule='linear' or another one whose epochs are "
+                    "passes. After a pass that was left, make a new loader within the next epoch "
+                    "of remaining_epochs_until()"
+                )
+            self.position, self._dealt = epochs * now, None
+        self.stream = stream
 
     def end_pass(self) -> None:
         """Moves to the beginning of the next pass."""
@@ -183,12 +237,16 @@ class SampleCursor(Cursor):
             not state.get("under_way", True)
             and state.get("epoch") != self.epoch
             and "num_samples" in state
-            and state["cursor"] % self.stream.num_samples == 0
+            and state["cursor"] % state["num_samples"] == 0
         )
         if between:
-            # No pass is under way, so the next one may have another order.
+            # No pass is under way, so the next one may have another order and length.
             own = self.stream.state(0)
+            epochs = state["cursor"] // state["num_samples"]
+            if own["num_samples"] != state["num_samples"]:
+                state = {name: value for name, value in state.items() if name != "dealt"}
             state = {**state, **{name: own[name] for name in _ORDER}}
+            state["cursor"] = epochs * own["num_samples"]
         super().resume(state)
         self._dealt, self._dealt_in = None, None
         if "dealt" in state:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from resilin.compat.torch_names import end_workers
 from resilin.core.stream import SampleStream
+from resilin.training.data.left_out import Rows
 from resilin.training.data.tickets import (
     CannotResize,
     Ticket,
@@ -31,6 +32,9 @@ from resilin.training.state.randomness import preserved
 Cut = Callable[[int], tuple[list[range], int]]
 """For a position, the positions of each micro-batch that this replica would run if a step began
 there now, and where that step would end."""
+
+Fetched = tuple[Ticket, Any, int | None]
+"""A batch, and its rows if its collate function has left samples out."""
 
 
 class Fetcher:
@@ -49,22 +53,29 @@ class Fetcher:
         options = dict(dataloader_kwargs)
         collate = options.pop("collate_fn", None) or default_collate
         self._resizes = collate is default_collate
-        self._persistent = bool(options.get("persistent_workers"))
+        self.persistent = bool(options.get("persistent_workers"))
+        """Whether workers are kept for later passes."""
         # Weak, or owner and fetcher would be a cycle: see TicketSampler.
         self._cut = weakref.WeakMethod(cut)
         self._dataset = TicketDataset(dataset, stream, collate)
         self._loader: DataLoader[Any] | None = ticket_loader(
             self._dataset, self, stream.seed, options
         )
-        self._batches: Iterator[tuple[Ticket, Any]] | None = None
+        self._batches: Iterator[Fetched] | None = None
         self._generation = 0
         self._ahead: deque[Ticket] = deque()
         self._next = 0
         self._expected = 0
         self._end: int | None = None
-        self._left_over: tuple[Ticket, Any] | None = None
+        self.rows = Rows()
+        """Rows of the batch that was taken last, if its collate function has left samples out."""
+        self._left_over: Fetched | None = None
         self._wanted: deque[int] = deque()
-        self._kept: deque[tuple[Ticket, Any]] = deque()
+        self._kept: deque[Fetched] = deque()
+
+    def follow(self, stream: SampleStream) -> None:
+        """Takes up another order from the next pass on."""
+        self._dataset.stream = stream
 
     def open(self, position: int, end: int) -> None:
         """A pass begins. Unless workers persist, its data are fetched by new ones, as they are now.
@@ -73,7 +84,7 @@ class Fetcher:
             position: Where its first step begins.
             end: Where its data end: no more is fetched before it is known to continue.
         """
-        if self._persistent:
+        if self.persistent:
             if position != self._expected:
                 self.begin(position)
             return
@@ -83,7 +94,7 @@ class Fetcher:
 
     def end_pass(self) -> None:
         """Ends the workers, unless they persist, after the batch that each of them is fetching."""
-        if not self._persistent:
+        if not self.persistent:
             # Not left to the last reference: an exception that somebody keeps is one. The garbage
             # collector would finalize its queues in any order, and wait 5 s for each worker.
             end_workers(self._batches)
@@ -124,7 +135,7 @@ class Fetcher:
         missing = sizes[0]
         while missing:
             start = positions[sizes[0] - missing]
-            ticket, batch = self._left_over or self._receive(start, behind)
+            ticket, batch, self.rows.left = self._left_over or self._receive(start, behind)
             self._left_over = None
             if ticket.start != start:
                 # What was fetched ahead does not fit any more: a step was left uncommitted, or
@@ -140,7 +151,7 @@ class Fetcher:
                 if count < ticket.num:
                     batch, rest = split(batch, count, ticket.num)
                     later = ticket._replace(start=ticket.positions[count], num=ticket.num - count)
-                    self._left_over = (later, rest)
+                    self._left_over = (later, rest, None)
                 if parts:
                     batch = join(*parts.pop(), batch, count)
             except CannotResize:
@@ -158,7 +169,7 @@ class Fetcher:
         they are.
         """
         with preserved():
-            _, batch = self._dataset[self._ticket(range(position, position + 1))]
+            _, batch, _ = self._dataset[self._ticket(range(position, position + 1))]
         return batch
 
     def close(self) -> None:
@@ -178,7 +189,7 @@ class Fetcher:
             self._ahead.extend(map(self._ticket, parts))
         return self._ahead.popleft()
 
-    def _receive(self, start: int, behind: int) -> tuple[Ticket, Any]:
+    def _receive(self, start: int, behind: int) -> Fetched:
         """The next batch. One that was asked for again comes after those that were on their way.
 
         Args:
@@ -190,16 +201,17 @@ class Fetcher:
             return self._kept.popleft()
         assert self._batches is not None
         while True:
-            ticket, batch = next(self._batches)
+            fetched = next(self._batches)
+            ticket = fetched[0]
             if ticket.generation != self._generation or not (ticket.num or self._end):
                 continue
             if not again:
-                return ticket, batch
+                return fetched
             if ticket.again:
                 self._wanted.popleft()
-                return ticket, batch
+                return fetched
             if ticket.num and ticket.start >= behind:
-                self._kept.append((ticket, batch))
+                self._kept.append(fetched)
 
     def _again(self, positions: range, sizes: Sequence[int], behind: int) -> None:
         """Cuts new tickets for the rest of this step; those for later steps stay on their way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from resilin.training.data.cursor import Cursor, SampleCursor
 from resilin.training.data.fetching import Fetcher
 from resilin.training.data.iteration import Iteration
 from resilin.training.data.order import DataOrder
+from resilin.training.data.sampled import Sampled, sampled
 from resilin.training.data.supply import Place, Plans
 
 
@@ -28,12 +30,18 @@ class IndexedShare(NamedTuple):
     """The positions of the step."""
     fetcher: Fetcher
     """Fetches them."""
+    by_samples: bool
+    """Whether the gradient of a micro-batch is weighed by its samples."""
     shares: None = None
     """The plan says how many each replica has."""
 
     def take(self, used: int, sizes: Sequence[int]) -> Any:
         """A micro-batch, collated; see `Share`."""
-        return self.fetcher.take(self.mine[used:], sizes, behind=self.span.stop)
+        batch = self.fetcher.take(self.mine[used:], sizes, behind=self.span.stop)
+        if self.by_samples:
+            alone = len(sizes) == 1 and not used and self.mine.step == 1
+            self.fetcher.rows.check(sizes[0], alone=alone)
+        return batch
 
     def filler(self) -> Any:
         """A batch of one sample that is not of this share."""
@@ -48,11 +56,20 @@ class IndexedSupply:
         batches: The data by positions.
         plans: Sizes of steps.
         dataloader_kwargs: The user's arguments of the DataLoader.
+        by_samples: Whether micro-batches are weighed by their samples.
     """
 
     def __init__(
-        self, dataset: Any, batches: Batches, plans: Plans, dataloader_kwargs: dict[str, Any]
+        self,
+        dataset: Any,
+        batches: Batches,
+        plans: Plans,
+        dataloader_kwargs: dict[str, Any],
+        *,
+        by_samples: bool = True,
     ) -> None:
+        self._by_samples = by_samples
+        self._dataset = dataset
         self.batches: Batches = batches
         """The data by positions and epochs."""
         self._plans = plans
@@ -74,6 +91,33 @@ class IndexedSupply:
     def new_cursor(self, name: str) -> Cursor:
         """A cursor at the beginning of the data."""
         return SampleCursor(name, self.batches.stream)
+
+    def renew(self, cursor: Cursor) -> None:
+        """Takes up the length that the dataset has now; see `Supply`.
+
+        Raises:
+            ValueError: It has changed, and is 0, or workers persist.
+        """
+        before, now = self.order.num_samples, num_samples(self._dataset)
+        if now == before:
+            return
+        if self.fetcher.persistent:
+            raise ValueError(
+                f"the dataset of {self.order.fingerprint!r} had {before} samples and has {now}, "
+                "and persistent_workers (True) keeps worker processes that have it as it was: a "
+                "dataset that changes between two passes needs persistent_workers=False"
+            )
+        if self.batches.tail == "drop" and cursor.position % before:
+            # A remainder that is dropped is no part of the pass.
+            start = self.batches.span(cursor.position, self._plans.batch_size()).start
+            cursor.position = cursor.position if start % before else start
+        stream = replace(self.order, num_samples=now)
+        self.batches = replace(self.batches, stream=stream)
+        self.fetcher.follow(stream)
+
+    def sampled(self) -> Sampled:
+        """Hashes of some entries of what the dataset holds."""
+        return sampled(self._dataset)
 
     def begin(self, cursor: Cursor) -> None:
         """Drops what was fetched ahead."""
@@ -101,7 +145,9 @@ class IndexedSupply:
         self._current, self._owners = current, _owners(current)
         replica = current.membership.replica
         mine = self._owners.positions(replica, span)
-        return IndexedShare(self._owners.slot(replica, span.start), mine, span, self.fetcher)
+        slot, by_samples = self._owners.slot(replica, span.start), self._by_samples
+        by_samples = by_samples and current.training
+        return IndexedShare(slot, mine, span, self.fetcher, by_samples)
 
     def is_over(self, current: Iteration, position: int) -> bool:
         """Whether the data of the epoch end at this position."""
@@ -152,9 +198,7 @@ def batches_of(dataset: Any, batch_size: int, order: DataOrder) -> Batches:
     Raises:
         ValueError: The dataset is empty.
     """
-    num = len(dataset)
-    if num == 0:
-        raise ValueError("the dataset is empty: len(dataset) must be at least 1, and is 0")
+    num = num_samples(dataset)
     stream = SampleStream(
         num,
         seed=order.seed,
@@ -162,6 +206,18 @@ def batches_of(dataset: Any, batch_size: int, order: DataOrder) -> Batches:
         fingerprint=order.fingerprint or f"{type(dataset).__qualname__}[{num}]",
     )
     return Batches(stream=stream, tail=order.tail, batch_size=batch_size)
+
+
+def num_samples(dataset: Any) -> int:
+    """The length of a dataset.
+
+    Raises:
+        ValueError: It is empty.
+    """
+    num = len(dataset)
+    if num == 0:
+        raise ValueError("the dataset is empty: len(dataset) must be at least 1, and is 0")
+    return num
 
 
 def _owners(current: Iteration) -> Ownership:

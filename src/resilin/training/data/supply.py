@@ -11,6 +11,7 @@ from resilin.core.plan import BatchPlan
 from resilin.training.data.cursor import Cursor, Order
 from resilin.training.data.iteration import Closable, Iteration
 from resilin.training.data.planned import Share
+from resilin.training.data.sampled import Sampled
 
 
 class Plans(Protocol):
@@ -65,6 +66,14 @@ class Supply(Protocol):
 
     def new_cursor(self, name: str) -> Cursor:
         """A cursor at the beginning of the data."""
+        ...
+
+    def renew(self, cursor: Cursor) -> None:
+        """Takes up the length that the data have now; no pass over them is under way."""
+        ...
+
+    def sampled(self) -> Sampled:
+        """Hashes of some entries of what the data hold, which tell their order."""
         ...
 
     def begin(self, cursor: Cursor) -> None:

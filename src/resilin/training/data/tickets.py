@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, get_worker_info
 
 from resilin.core.stream import SampleStream
+from resilin.training.data.left_out import collated
 from resilin.training.data.sampling import fetching, seed_globals
 
 T = TypeVar("T")
@@ -93,31 +94,33 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
-class TicketDataset(Dataset[tuple[Ticket, Any]]):
+class TicketDataset(Dataset[tuple[Ticket, Any, int | None]]):
     """The user's dataset, read by tickets. Runs in the workers."""
 
     def __init__(
         self, dataset: Any, stream: SampleStream, collate: Callable[[list[Any]], Any]
     ) -> None:
         self._dataset = dataset
-        self._stream = stream
+        self.stream = stream
+        """Says which sample is at which position."""
         self._collate = collate
 
-    def __getitem__(self, ticket: Ticket) -> tuple[Ticket, Any]:
+    def __getitem__(self, ticket: Ticket) -> tuple[Ticket, Any, int | None]:
+        """A micro-batch, and its rows if its collate function has left samples out."""
         if not ticket.num:
-            return ticket, None
-        indices: list[int] = self._stream.indices(ticket.positions).tolist()
+            return ticket, None, None
+        indices: list[int] = self.stream.indices(ticket.positions).tolist()
         in_worker = get_worker_info() is not None
         if _fetches_many(self._dataset):
             # What it draws depends on how the step is split; the sample is not known here.
-            key = int(self._stream.keys(ticket.positions[:1])[0])
+            key = int(self.stream.keys(ticket.positions[:1])[0])
             samples = _fetch(self._dataset.__getitems__, indices, key, in_worker, many=True)
         else:
-            keys: list[int] = self._stream.keys(ticket.positions).tolist()
+            keys: list[int] = self.stream.keys(ticket.positions).tolist()
             item = self._dataset.__getitem__
             pairs = zip(indices, keys, strict=True)
             samples = [_fetch(item, index, key, in_worker) for index, key in pairs]
-        return ticket, self._collate(samples)
+        return ticket, *collated(self._collate, samples, indices)
 
 
 def _fetches_many(dataset: Any) -> bool:

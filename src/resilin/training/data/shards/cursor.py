@@ -14,7 +14,7 @@ from resilin.core.shard_order import (
     unpack_lengths,
 )
 from resilin.streams.protocol import Json
-from resilin.training.data.cursor import Cursor
+from resilin.training.data.cursor import Cursor, Order
 
 Bookmark = tuple[int, Json]
 """Samples that a shard had given, and its state then."""
@@ -112,6 +112,13 @@ class ShardCursor(Cursor):
         for shard, index, state in bookmarks:
             if shard not in self.bookmarks or self.bookmarks[shard][0] < index:
                 self.bookmarks[shard] = (index, state)
+
+    def follow(self, stream: Order) -> None:
+        """Takes up the order of its loader, which may have other shards in the next pass."""
+        assert isinstance(stream, ShardOrder)
+        before, self.stream = self.stream.num_shards, stream
+        if before != stream.num_shards:
+            self._forget()
 
     def end_pass(self) -> None:
         """Moves to the beginning of the next pass."""

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 from resilin.compat.torch_names import end_workers, pin_batch
 from resilin.core.shard_order import ShardOrder
 from resilin.streams.protocol import Json, Stream
+from resilin.training.data.left_out import Rows, collated
 from resilin.training.data.shards.cursor import Bookmark
 from resilin.training.data.shards.reading import (
     Ask,
@@ -67,6 +68,8 @@ class ShardFetcher:
         self._ahead = weakref.WeakMethod(ahead)
         self._tickets: deque[ShardTicket] = deque()
         self._known = _Known()
+        self.rows = Rows()
+        """Rows of the latest batch, if its collate function has left samples out."""
 
     # What a step needs -----------------------------------------------------------------------
 
@@ -149,7 +152,7 @@ class ShardFetcher:
 
     def batch(self, samples: list[Any]) -> Any:
         """A batch of these samples."""
-        batch = self._collate(samples)
+        batch, self.rows.left = collated(self._collate, samples, ())
         return pin_batch(batch) if self._pins else batch
 
     @property

@@ -19,10 +19,16 @@ class StreamShare(NamedTuple):
     """Its samples, by shard and number."""
     fetcher: ShardFetcher
     """Has them."""
+    by_samples: bool = False
+    """Whether the gradient of a micro-batch is weighed by its samples."""
 
     def take(self, used: int, sizes: Sequence[int]) -> Any:
         """A micro-batch, collated; see `Share`."""
-        return self.fetcher.collate(self.mine[used : used + sizes[0]])
+        batch = self.fetcher.collate(self.mine[used : used + sizes[0]])
+        if self.by_samples:
+            alone = len(sizes) == 1 and not used and len(self.shares) == 1
+            self.fetcher.rows.check(sizes[0], alone=alone)
+        return batch
 
     def filler(self) -> Any:
         """A batch of one sample that is not of this share."""

@@ -20,6 +20,7 @@ from resilin.streams.protocol import Seekable, Stateful, Stream
 from resilin.training.data.cursor import Cursor
 from resilin.training.data.iteration import Iteration
 from resilin.training.data.order import DataOrder
+from resilin.training.data.sampled import Sampled
 from resilin.training.data.shards.cursor import ShardCursor
 from resilin.training.data.shards.evaluation import Evaluation, reach, with_ends
 from resilin.training.data.shards.fetching import Pair, ShardFetcher
@@ -40,6 +41,7 @@ class StreamSupply:
         plans: Sizes of steps.
         engine: Who is in the job.
         dataloader_kwargs: The user's arguments of the DataLoader.
+        by_samples: Whether micro-batches are weighed by their samples.
 
     Raises:
         ValueError: A setting that a stream cannot honour.
@@ -53,7 +55,10 @@ class StreamSupply:
         plans: Plans,
         engine: Engine,
         dataloader_kwargs: dict[str, Any],
+        *,
+        by_samples: bool = True,
     ) -> None:
+        self._by_samples = by_samples
         self.batches = None
         """None: nobody knows how many samples there are."""
         self.order = _shard_order(stream, order, dataloader_kwargs)
@@ -76,6 +81,13 @@ class StreamSupply:
     def new_cursor(self, name: str) -> Cursor:
         """A cursor at the beginning of the data."""
         return ShardCursor(name, self.order)
+
+    def renew(self, cursor: Cursor) -> None:
+        """Lengths of shards are those that are met."""
+
+    def sampled(self) -> Sampled:
+        """None: shards are named by their numbers."""
+        return {}
 
     def begin(self, cursor: Cursor) -> None:
         """Takes up that members, or the cursor, have changed."""
@@ -157,7 +169,8 @@ class StreamSupply:
         cursor.renews = False
         cursor.note(current.position + len(taken), after)
         shares = taken.shares(members.num_replicas)
-        self._share = StreamShare(members.replica, shares, mine, self.fetcher)
+        by_samples = self._by_samples and current.training
+        self._share = StreamShare(members.replica, shares, mine, self.fetcher, by_samples)
         return range(current.position, current.position + len(taken))
 
     def span_ahead(self, position: int, batch_size: int) -> None:
