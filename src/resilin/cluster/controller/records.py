@@ -1,6 +1,6 @@
 """Records of the journal: each is one thing that happened, or that is about to be done.
 
-`to_line` and `from_line` give them a name and back; `state.apply` says what each of them changes.
+`to_json` and `from_json` give them a name and back; `changes.apply` says what each of them changes.
 """
 
 from __future__ import annotations
