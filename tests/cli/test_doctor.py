@@ -7,6 +7,7 @@ import pytest
 
 from resilin.cli import checks, doctor, storage
 from resilin.cli.finding import Finding, Options
+from resilin.compat.torch_names import TORCH
 from tests import forked
 
 
@@ -103,6 +104,16 @@ def test_a_package_that_is_too_old_fails_with_the_command_that_updates_it(tmp_pa
     assert finding.verdict == "fail"
     assert "no-such-package missing" in finding.found
     assert finding.advice == "pip install 'numpy>=99.1' 'no-such-package>=1.0'"
+
+
+def test_a_number_below_the_tested_ones_is_a_warning_beside_their_range(tmp_path, monkeypatch):
+    assert (
+        f"(tested: {TORCH.tested[0]} to {TORCH.tested[-1]})"
+        in checks.packages(options(tmp_path)).found
+    )
+    monkeypatch.setattr(checks, "MIN_VERSIONS", {"torch": (99, 0)})
+    finding = checks.packages(options(tmp_path))
+    assert (finding.verdict, finding.advice) == ("warn", "pip install 'torch>=99.0'")
 
 
 def test_processes_that_cannot_meet_are_a_failure_with_a_reason(tmp_path, monkeypatch):

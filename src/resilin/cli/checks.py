@@ -14,11 +14,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+from typing import Literal
 
 from resilin.cli.finding import Finding, Options, installed
+from resilin.compat.names import MissingNameError
 
-MIN_VERSIONS = {"torch": (2, 13), "numpy": (1, 26)}
-"""Required packages and their lowest supported versions."""
+MIN_VERSIONS = {"torch": (2, 8), "numpy": (1, 26)}
+"""Required packages and the lowest versions that are tested."""
 MIN_OPEN_FILES = 4096
 """Open files below which a limit is worth a warning: workers of data loaders pass tensors as open
 files, a few for each batch in flight."""
@@ -43,7 +45,7 @@ def python(options: Options) -> Finding:
 
 
 def packages(options: Options) -> Finding:
-    """The packages that resilin is built on."""
+    """The packages that resilin is built on, and the names of torch that every job needs."""
     found, old = [], []
     for name, minimum in MIN_VERSIONS.items():
         version = installed(name)
@@ -52,10 +54,19 @@ def packages(options: Options) -> Finding:
         if numbers < minimum:
             old.append(f"{name}>={'.'.join(map(str, minimum))}")
     found.append(f"fsspec {installed('fsspec') or 'missing (only for checkpoints in a URL)'}")
-    if not old:
-        return Finding(verdict="ok", found=", ".join(found))
-    advice = f"pip install {' '.join(shlex.quote(requirement) for requirement in old)}"
-    return Finding(verdict="fail", found=", ".join(found), advice=advice)
+    # An older number alone stops no job: a missing package or name does.
+    verdict: Literal["ok", "warn", "fail"] = "warn" if old else "ok"
+    try:
+        from resilin.compat.torch_names import TORCH
+    except (ImportError, MissingNameError) as error:
+        verdict = "fail"
+        found.append(str(error))
+    else:
+        found[0] += f" (tested: {TORCH.tested[0]} to {TORCH.tested[-1]})"
+    if not all(map(installed, MIN_VERSIONS)):
+        verdict = "fail"
+    advice = f"pip install {' '.join(map(shlex.quote, old))}" if old else ""
+    return Finding(verdict=verdict, found=", ".join(found), advice=advice)
 
 
 def backends(options: Options) -> Finding:

@@ -37,7 +37,7 @@ example:
   resilin doctor --checkpoint-dir s3://bucket/job
 
   ok    python      3.11.9
-  ok    packages    torch 2.15.0, numpy 2.4.6, fsspec 2026.9.0
+  ok    packages    torch 2.15.0 (tested: 2.8.0 to 2.15.0), numpy 2.4.6, fsspec 2026.9.0
   warn  open files  at most 1024: data loaders with many workers need more
                     -> ulimit -n 65536
 """

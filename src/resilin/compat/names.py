@@ -25,26 +25,35 @@ class Package:
     names: list[Name] = field(default_factory=list)
     """All declared names."""
 
-    def name(self, path: str, use: str, *, instance: bool = False) -> Name:
+    def name(
+        self, path: str, use: str, *, instance: bool = False, since: str = "", until: str = ""
+    ) -> Name:
         """Declare a name.
 
         Args:
             path: Module and attribute, such as `torch.nn:Module._apply`.
             use: Its use in resilin.
             instance: Whether only instances of the class have it, and not the class.
+            since: The first version that has it, if the oldest one tested has not.
+            until: The first version in which another name takes its place.
         """
-        made = Name(self, path, use, instance)
+        made = Name(self, path, use, instance, since, until)
         self.names.append(made)
         return made
 
-    def missing(self, name: str) -> MissingNameError:
-        """The error for a name that is gone, in one sentence."""
+    def installed(self) -> str | None:
+        """Its version; None if it is unknown."""
         try:
-            version = self.version() if self.version else metadata.version(self.distribution)
+            return self.version() if self.version else metadata.version(self.distribution)
         except metadata.PackageNotFoundError:
-            version = "(version unknown)"
+            return None
+
+    def missing(self, name: str, since: str = "") -> MissingNameError:
+        """The error for a name that is gone, in one sentence."""
+        has = f"; {self.distribution} {since} has it" if since else ""
         return MissingNameError(
-            f"resilin needs {name}, which {self.distribution} {version} does not have; tested with "
+            f"resilin needs {name}, which {self.distribution} "
+            f"{self.installed() or '(version unknown)'} does not have{has}; tested with "
             f"{_listed(self.tested)}"
         )
 
@@ -61,6 +70,10 @@ class Name:
     """Its use in resilin."""
     instance: bool
     """Whether only instances have it."""
+    since: str
+    """The first version that has it; empty if all tested ones have it, from the oldest on."""
+    until: str
+    """The first version in which another name takes its place; empty if none does."""
 
     def __str__(self) -> str:
         return self.path.replace(":", ".")
@@ -77,6 +90,7 @@ class Name:
 
         Raises:
             MissingNameError: The installed version does not have it.
+            ImportError: The module is there, and cannot be imported.
         """
         module, _, attributes = self.path.partition(":")
         parts = attributes.split(".") if attributes else []
@@ -84,10 +98,16 @@ class Name:
             parts.pop()
         try:
             found: Any = import_module(module)
+        except ModuleNotFoundError as error:
+            # It may be there, and something that it needs is not: then this error says more.
+            if not f"{module}.".startswith(f"{error.name}."):
+                raise
+            raise self.package.missing(str(self), self.since) from error
+        try:
             for part in parts:
                 found = getattr(found, part)
-        except (AttributeError, ModuleNotFoundError) as error:
-            raise self.package.missing(str(self)) from error
+        except AttributeError as error:
+            raise self.package.missing(str(self), self.since) from error
         return found
 
     def of(self, owner: Any) -> Any:
@@ -113,7 +133,8 @@ class Name:
 
     def _missing_of(self, owner: Any) -> MissingNameError:
         kind = owner if isinstance(owner, type) else type(owner)
-        return self.package.missing(f"{kind.__module__}.{kind.__qualname__}.{self.attribute}")
+        name = f"{kind.__module__}.{kind.__qualname__}.{self.attribute}"
+        return self.package.missing(name, self.since)
 
 
 def _listed(versions: tuple[str, ...]) -> str:

@@ -26,20 +26,21 @@ _GROUPS = TORCH.name(
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_groups",
     "finds the parameters that are reduced together",
     instance=True,
+    since="2.12",
 )
 _MESH = TORCH.name(
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.mesh_info",
     "knows the mesh that a module was sharded on",
     instance=True,
 )
-_METHODS = (
-    "set_custom_reduce_scatter",
-    "set_gradient_divide_factor",
-    "set_requires_all_reduce",
-    "reset_iter_state",
-    "reshard",
-)
-"""Public methods of `FSDPModule`; the first and the fourth are younger than `fully_shard`."""
+_METHODS = {
+    "reset_iter_state": "2.13",
+    "set_custom_reduce_scatter": "2.9",
+    "set_gradient_divide_factor": "2.8",
+    "set_requires_all_reduce": "2.8",
+    "reshard": "2.8",
+}
+"""Public methods of `FSDPModule`, and the first tested version that has each."""
 
 
 def check_fsdp() -> None:
@@ -49,9 +50,9 @@ def check_fsdp() -> None:
         MissingNameError: It lacks a private name, or a method of `FSDPModule`.
     """
     _STATE.find()
-    for method in _METHODS:
+    for method, since in _METHODS.items():
         if not hasattr(FSDPModule, method):
-            raise TORCH.missing(f"torch.distributed.fsdp.FSDPModule.{method}")
+            raise TORCH.missing(f"torch.distributed.fsdp.FSDPModule.{method}", since)
 
 
 def units_of(module: nn.Module) -> Iterator[tuple[list[Any], list[DeviceMesh], bool]]:

@@ -28,7 +28,7 @@ from resilin.compat.names import Package
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-TORCH = Package("torch", tested=("2.13.0", "2.15.0"))
+TORCH = Package("torch", tested=("2.8.0", "2.10.0", "2.12.1", "2.13.0", "2.15.0"))
 """torch, and the names of it that resilin uses."""
 
 # Tensors -----------------------------------------------------------------------------------------
@@ -285,6 +285,26 @@ def gloo_made_by(make: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
         module.ProcessGroupGloo = gloo
 
 
+@contextmanager
+def copies_of(module: nn.Module) -> Iterator[None]:
+    """Explain why gloo cannot copy a module with complex numbers to other replicas.
+
+    Raises:
+        RuntimeError: The module has a complex tensor, which gloo cannot send before torch 2.10.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        of = [*module.named_parameters(), *module.named_buffers()]
+        names = [f"{name} ({each.dtype})" for name, each in of if each.is_complex()]
+        if "Invalid scalar type" not in str(error) or not names:
+            raise
+        raise RuntimeError(
+            f"gloo of torch {torch.__version__} cannot send complex tensors to other replicas, and "
+            f"the model has {names[0]}; torch 2.10 can"
+        ) from error
+
+
 def set_timeout_of(group: ProcessGroup, timeout: timedelta) -> None:
     """Sets the time limit of later collectives of a gloo group."""
     _BACKEND.find()
@@ -298,7 +318,8 @@ def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta | None:
     _TIME_LIMIT.find()
     try:
         options = group._get_backend(device).options
-    except RuntimeError:  # A backend from outside of torch need not have options,
+    # A backend from outside of torch need not have options (in torch 2.8 it lacks the name),
+    except (RuntimeError, AttributeError):
         return None
     # and one without settings has none.
     timeout: timedelta | None = None if options is None else options._timeout
@@ -396,12 +417,19 @@ def is_initial(scheduler: LRScheduler) -> bool:
 _ROOT = TORCH.name(
     "torch.distributed.device_mesh:DeviceMesh._get_root_mesh",
     "finds the processes that have copies of a parameter that tensor parallelism leaves alone",
+    since="2.10",
+)
+_MESHES = TORCH.name(
+    "torch.distributed.device_mesh:_mesh_resources.get_root_mesh",
+    "the same, before torch 2.10",
+    until="2.10",
 )
 
 
 def root_of_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh of which a mesh is a part; itself if it is no part."""
-    root: DeviceMesh = _ROOT.of(mesh)()
+    root: DeviceMesh
+    root = _ROOT.of(mesh)() if hasattr(mesh, _ROOT.attribute) else _MESHES.find()(mesh)
     return root
 
 

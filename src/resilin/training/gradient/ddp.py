@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from resilin.compat.torch_names import (
     check_ddp,
+    copies_of,
     finds_unused,
     prepare_backward,
     reset_reducer,
@@ -95,7 +96,8 @@ class DdpReducer:
             "init_sync": source == 0,
             **self._model.options,
         }
-        self._ddp = DistributedDataParallel(self._model.module, **arguments)
+        with copies_of(self._model.module):
+            self._ddp = DistributedDataParallel(self._model.module, **arguments)
         check_ddp(self._ddp)
         # DDP keeps its hook where no garbage collector looks, so the hook must not keep DDP. It has
         # no annotations: DDP compares them with classes, and ours are strings.

@@ -133,8 +133,8 @@ def write_metadata(
             for each in pieces
         },
         storage_meta=StorageMeta(save_id=attempt),
-        version=_DCP_VERSION,
     )
+    metadata.version = _DCP_VERSION  # no argument in torch 2.8
     with storage.create(attempt, METADATA_FILE) as stream:
         pickle.dump(metadata, stream)
     return stream.sum
