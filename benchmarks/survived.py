@@ -2,7 +2,8 @@
 
 In float64 and with a constant batch of 32, so that all runs do the same arithmetic: one process,
 then `resilin run` and `resilin run --live` with two workers, of which the first to reach step 80 is
-killed. `norm` is that of the parameters of the first run, to compare versions of torch.
+killed. With `--warm`, restarted workers are forked. `norm` is that of the parameters of the first
+run, to compare versions of torch.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def train(place: Path, name: str, *command: str) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    args = parse_args(__doc__)
+    args = parse_args(__doc__, warm="fork the workers of `resilin run`")
     began = time.monotonic()
     with TemporaryDirectory() as folder:
         place = Path(folder)
@@ -81,7 +82,7 @@ def main() -> None:
         resilin = str(Path(sys.executable).parent / "resilin")
         figures: dict[str, object] = {"torch": str(torch.__version__)}
         figures["norm"] = f"{alone.norm().item():.14f}"
-        for name, options in {"restart": (), "live": ("--live",)}.items():
+        for name, options in {"restart": ("--warm",) * args.warm, "live": ("--live",)}.items():
             ours = train(place, name, resilin, "run", *options, "--nproc", "2")
             figures[name] = max((each - alone).abs().max().item() for each in ours)
     finish(

@@ -70,10 +70,33 @@ MUTATIONS = [
         "test_what_cannot_be_honoured_is_refused[min_workers-1]",
     ),
     Mutation(
+        promise="a package that fails to import for another reason raises its own error",
+        path="compat/names.py",
+        old='            if not f"{module}.".startswith(f"{error.name}."):\n',
+        new="            if False:\n",
+        test="tests/test_compat.py::test_a_module_that_cannot_be_imported_says_why",
+    ),
+    Mutation(
+        promise="a refused feature names the version of torch that has it",
+        path="compat/torch_fsdp.py",
+        old='raise TORCH.missing(f"torch.distributed.fsdp.FSDPModule.{method}", since)',
+        new='raise TORCH.missing(f"torch.distributed.fsdp.FSDPModule.{method}")',
+        test="tests/test_compat.py::"
+        "test_sharded_models_are_refused_with_the_version_that_takes_them",
+    ),
+    Mutation(
+        promise="`resilin doctor` does not refuse a torch for its number alone",
+        path="cli/checks.py",
+        old='= "warn" if old else "ok"',
+        new='= "fail" if old else "ok"',
+        test="tests/cli/test_doctor.py::"
+        "test_a_number_below_the_tested_ones_is_a_warning_beside_their_range",
+    ),
+    Mutation(
         promise="a name of another package that is gone is told in one sentence",
         path="compat/names.py",
-        old="        except (AttributeError, ModuleNotFoundError) as error:\n",
-        new="        except ModuleNotFoundError as error:\n",
+        old="getattr(found, part)\n        except AttributeError as error:\n",
+        new="getattr(found, part)\n        except KeyError as error:\n",
         test="tests/test_compat.py::test_a_name_that_is_gone_is_missed_in_one_sentence",
     ),
     Mutation(
