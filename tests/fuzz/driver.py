@@ -42,6 +42,9 @@ REFUSALS: dict[str, str] = {
     "over the end": r"a backward pass came for a step that is over|counted as left out",
     "undecided": r"nothing tells whose they are",
     "unequal parts": r"one loss over batches of several loaders",
+    "fewer rows": r"collate_fn has made \d+ rows of",
+    "nothing left": r"collate_fn fails if none is left",
+    "hook": r"a hook on .* in the backward pass",
     "in turn": r"in turn need one micro-batch per step",
 }
 """Refusals that are right where a program has them in its list, by name: a regular expression of

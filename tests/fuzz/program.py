@@ -496,9 +496,11 @@ def possible(case: Case) -> Case:
     if p.reader != "none" and p.scaler and p.sizes != "epoch":
         # A batch that is read early has the size of the clock as it would be without an overflow.
         fixes["sizes"], fixes["trace"] = "fixed", ()
-    if p.reader == "thread" and p.break_after is not None:
-        # The thread would read on.
-        fixes["reader"] = "ahead"
+    if p.reader != "none" and p.break_after is not None:
+        # A thread would read on; and what was read to the end of a pass is left out with it.
+        fixes["reader"] = "ahead" if p.reader in ("thread", "list") else p.reader
+        if (p.break_after + 4) * largest > p.num_samples:
+            fixes["reader"] = "none"
     if p.closure and (p.scaler or p.bad != "none" or p.clip != "none" or p.zero_first):
         fixes["closure"] = False
     if p.dropout:

@@ -100,7 +100,7 @@ def run_shape(options):
             shapes_program.run(kit)
         except SystemExit:
             pass
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             names = [n for n in shapes.refusals(options) if re.search(REFUSALS[n], str(error))]
             if not names:
                 raise
@@ -121,8 +121,6 @@ def shaped(shape, seed, **options):
 
 
 KNOWN = {
-    "changing": {"how": "transform"},
-    "filtered": {"max_local_bsz": None, "trace": [6, 9]},
     "hooked": {"how": "scale"},
 }
 
@@ -141,6 +139,7 @@ def test_a_loop_of_any_shape_ends_as_in_plain_pytorch(shape, tmp_path, monkeypat
 def test_replicas_run_loops_of_any_shape(tmp_path, monkeypatch):
     monkeypatch.setattr(hooks, "plan", hooks.Plan(tmp_path, 0, dist.get_rank(), None))
     for shape in shapes.SHAPES:
+        # Samples may be left out on one replica alone, which then refuses them alone.
         if shape not in ("left", "filtered"):
             run_shape(shaped(shape, 0, checkpoint_every=None, **KNOWN.get(shape, {})))
 

@@ -86,6 +86,10 @@ def options(dice: random.Random, shape: str | None = None) -> dict[str, Any]:
         # All replicas must see alike which steps are left out, and so have samples of them.
         chosen.update(shuffle=False, drop_last=True, batch_size=dice.randint(4, 8))
         chosen.pop("max_local_bsz", None)
+    elif shape == "filtered":
+        # Of each batch of one process something is left.
+        chosen.update(weighed=chance(0.6), drop_last=True, batch_size=dice.randint(4, 8))
+        chosen["trace"] = [max(4, size) for size in chosen.pop("trace", [chosen["batch_size"]])]
     elif shape == "changing":
         chosen["how"] = dice.choice(("transform", "transform", "grow"))
         if chance(0.6):
@@ -121,7 +125,9 @@ def refusals(options: dict[str, Any]) -> tuple[str, ...]:
         # What was read ahead and is joined is no tensor of a batch any more.
         joined = how == "cat" and "reader" in options
         return ("in turn" if how == "turns" else "unequal parts", *("undecided",) * joined)
-    return ()
+    if shape == "filtered":
+        return ("nothing left", *("fewer rows",) * (not options["weighed"]))
+    return ("hook",) if shape == "hooked" and how == "own" else ()
 
 
 def write(options: dict[str, Any]) -> str:

@@ -382,7 +382,9 @@ def skipping(kit: Kit) -> None:
 
 def filtered(kit: Kit) -> None:
     """Samples that cannot be read are left out when a batch is put together."""
-    loader = kit.main_loader(Rows(kit.data, broken=True), collate_fn=without_broken)
+    settings = {"batch_weight": lambda batch: len(batch[0])} if kit.options["weighed"] else {}
+    data = Rows(kit.data, broken=True)
+    loader = kit.main_loader(data, collate_fn=without_broken, **settings)
     for _ in kit.epochs():
         kill_point("epoch")
         for batch in kit.read(loader):
