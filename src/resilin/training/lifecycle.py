@@ -260,13 +260,20 @@ def end_pass(job: Job) -> None:
         job.engine.ask(lambda members: members.gather(None), between_steps=True)
 
 
-def end_epoch(job: Job, asked_by: object = None) -> None:
-    """Ends the last step of an epoch."""
+def end_epoch(job: Job, asked_by: object = None, *, at_once: bool = True) -> None:
+    """Ends the last step of an epoch.
+
+    Args:
+        job: The job.
+        asked_by: The iteration that asks.
+        at_once: Whether the script has done nothing since; else a copy would have it done twice.
+    """
     recovery, recorder = _end_body(job, asked_by)
     recorder.epoch_over()
     if job.measured is not None:
         hints.epoch_over(job, job.measured)
-    recovery.between_steps()
+    if at_once:
+        recovery.between_steps()
 
 
 def end_training(job: Job) -> None:

@@ -362,7 +362,7 @@ class Passes:
         if current.training:
             passes = self.cursor.passes
             self.cursor.passes = passes.end(current.enclosing, job.iterations.positions())
-            end_epoch(job, current)
+            end_epoch(job, current, at_once=not current.reading.over)
 
     def is_over(self, current: Iteration, position: int, clock: Clock | None = None) -> bool:
         """Whether its epoch ends at this position: by progress if there is a goal, else by data.

@@ -94,6 +94,8 @@ def options(dice: random.Random, shape: str | None = None) -> dict[str, Any]:
         chosen["how"] = dice.choice(("transform", "transform", "grow"))
         if chance(0.6):
             chosen["workers"] = dice.randint(1, 2)
+        if chosen["how"] == "grow":
+            chosen.pop("drop_last", None)
     elif shape == "hooked":
         chosen["how"] = dice.choice(("scale", "clamp", "accumulated", "own"))
     elif shape == "left":
@@ -106,6 +108,9 @@ def options(dice: random.Random, shape: str | None = None) -> dict[str, Any]:
     elif shape == "nanogpt":
         chosen["endless"] = chance(0.3)
         chosen["scaler"] = chance(0.3)
+        if chosen["scaler"]:
+            # A batch that is read early has the size of the clock as if no step were skipped.
+            chosen.pop("trace", None)
     return chosen
 
 
