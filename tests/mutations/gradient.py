@@ -8,6 +8,7 @@ _REDUCER = "tests/training/gradient/test_reducer.py"
 _BUCKETS = "tests/training/gradient/test_buckets.py"
 _REPLICAS = "tests/training/gradient/test_replicas.py"
 _REFUSALS = "tests/training/gradient/test_refusals.py"
+_HOOKS = "tests/training/gradient/test_parameter_hooks.py"
 _NORMS = "tests/training/gradient/test_norms.py"
 _FSDP_LOOPS = "tests/training/gradient/test_fsdp_loops.py"
 
@@ -251,5 +252,48 @@ MUTATIONS: list[Mutation] = [
         new="sum(grads[place] / len(found) for grads, each in found)",
         test="tests/training/gradient/test_split_check.py::test_pieces_count_by_their_weight"
         "[model]",
+    ),
+    # Hooks and models ----------------------------------------------------------------------
+    Mutation(
+        promise="a hook on a parameter waits for the whole gradient",
+        path="training/gradient/parameter_hooks.py",
+        old="return self.own(tensor) if hooks is None or not hooks.wait else None",
+        new="return self.own(tensor)",
+        test=f"{_HOOKS}::test_a_hook_gets_the_gradient_of_the_batch_once[1-ddp]",
+    ),
+    Mutation(
+        promise="a hook that steps a parameter is refused",
+        path="training/gradient/parameter_hooks.py",
+        old="if parameter.grad is None or version_of(parameter) != version:",
+        new="if parameter.grad is None:",
+        test=f"{_HOOKS}::test_a_step_within_the_backward_pass_is_refused[changed the value]",
+    ),
+    Mutation(
+        promise="hooks of a released model are torch's again",
+        path="training/gradient/parameter_hooks.py",
+        old="hooks[key] = hook.own",
+        new="hook.own = lambda tensor: None",
+        test=f"{_HOOKS}::test_hooks_come_and_go_and_are_torchs_own_outside_of_steps",
+    ),
+    Mutation(
+        promise="sparse gradients are averaged in a measured step",
+        path="training/gradient/local.py",
+        old="if p in mean and grads[p].layout is torch.strided]",
+        new="if p in mean]",
+        test=f"{_REFUSALS}::test_sparse_gradients_may_be_accumulated_and_measured",
+    ),
+    Mutation(
+        promise="a model that was converted after it was wrapped is refused",
+        path="training/gradient/parameters.py",
+        old="if dtypes != self._dtypes:",
+        new="if len(dtypes) != len(self._dtypes):",
+        test=f"{_REFUSALS}::test_a_model_that_is_converted_after_it_was_wrapped_is_refused",
+    ),
+    Mutation(
+        promise="a backward pass that DDP does not reduce is refused",
+        path="training/gradient/ddp.py",
+        old="if not self._now.complete:",
+        new="if not self._now.begun and self._now.complete:",
+        test=f"{_REFUSALS}::test_a_pass_that_ddp_does_not_reduce_is_refused_by_name",
     ),
 ]

@@ -340,4 +340,21 @@ MUTATIONS: list[Mutation] = [
         new="total[key] = value",
         test="tests/training/script/test_accumulator.py::test_sums_over_replicas[other keys]",
     ),
+    # Buffers -------------------------------------------------------------------------------
+    Mutation(
+        promise="a buffer outside of the state_dict survives if training changes it",
+        path="training/state/buffers.py",
+        old="for n, changed in self._changed.items() if changed}",
+        new="for n, changed in self._changed.items() if not changed}",
+        test=f"{_STATE}/test_buffers.py::"
+        "test_what_training_has_changed_survives_and_constants_are_the_scripts[1-ddp]",
+    ),
+    Mutation(
+        promise="a buffer that replicas send to each other is no changed one",
+        path="training/state/buffers.py",
+        old="return not torch.equal(buffer.detach().cpu(), self._first[name])",
+        new="return True",
+        test=f"{_STATE}/test_buffers.py::"
+        "test_what_training_has_changed_survives_and_constants_are_the_scripts[2-ddp]",
+    ),
 ]

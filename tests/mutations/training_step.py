@@ -579,4 +579,36 @@ MUTATIONS: list[Mutation] = [
         test="tests/training/gates/test_others.py::"
         "test_a_second_optimizer_of_the_model_is_refused_before_it_steps",
     ),
+    # What scripts do to the wrapper and its optimizer --------------------------------------
+    Mutation(
+        promise="a parameter group that comes after wrapping is refused at once",
+        path="training/model.py",
+        old='{"add_param_group": refuse}',
+        new='{"add_group": refuse}',
+        test="tests/training/test_parallel.py::test_a_parameter_group_that_comes_too_late_is_refused",
+    ),
+    Mutation(
+        promise="a copy of the wrapper is in the mode of the original",
+        path="training/parallel.py",
+        old="return ModuleCopy, (self.module, self.training)",
+        new="return ModuleCopy, (self.module, True)",
+        test="tests/training/gradient/test_refusals.py::"
+        "test_a_copy_is_a_plain_model_with_the_names_of_the_original[deepcopy]",
+    ),
+    Mutation(
+        promise="settings of the optimizer that a script has changed are named",
+        path="training/scaling/choice.py",
+        old="if now[name] != was[name]",
+        new="if now[name] is was[name]",
+        test="tests/training/scaling/test_choice.py::"
+        "test_settings_that_the_script_has_changed_are_named",
+    ),
+    Mutation(
+        promise="the state of another optimizer is refused",
+        path="training/scaling/choice.py",
+        old="if kind != former and (missing",
+        new="if kind == former and (missing",
+        test="tests/training/scaling/test_choice.py::"
+        "test_a_job_that_resumes_with_another_rule_says_so[True]",
+    ),
 ]

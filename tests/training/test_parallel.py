@@ -164,8 +164,12 @@ def test_an_optimizer_that_raises_keeps_its_own_values_and_commits_nothing():
 
 def test_a_parameter_group_that_comes_too_late_is_refused():
     model, optimizer = make(rule="linear")
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    x, y = next(iter(resilin.AdaptiveDataLoader(data(), batch_size=32)))
+    late = {"params": [torch.nn.Parameter(torch.zeros(1))]}
+    with pytest.raises(ValueError, match=r"came after the optimizer .* with 1 parameter gr"):
+        optimizer.add_param_group(late)
+    torch.optim.Optimizer.add_param_group(optimizer, late)
+    batches = iter(resilin.AdaptiveDataLoader(data(), batch_size=32))
+    x, y = next(batches)
     F.cross_entropy(model(x), y).backward()
     with pytest.raises(ValueError, match=r"has 2 parameter groups, and had 1 .* add groups before"):
         optimizer.step()

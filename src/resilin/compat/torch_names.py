@@ -81,6 +81,20 @@ _VERSION.find()
 version_of: Callable[[Tensor], int] = operator.attrgetter(_VERSION.attribute)
 """Number of changes in place that a tensor has had."""
 
+_TENSOR_HOOKS = TORCH.name(
+    "torch:Tensor._backward_hooks", "calls hooks of tensors with the complete gradient"
+)
+_POST_HOOKS = TORCH.name(
+    "torch:Tensor._post_accumulate_grad_hooks",
+    "calls hooks of parameters with the complete gradient",
+)
+for _name in (_TENSOR_HOOKS, _POST_HOOKS):
+    _name.find()
+hooks_of: Callable[[Tensor], tuple[Any, Any]] = operator.attrgetter(
+    _TENSOR_HOOKS.attribute, _POST_HOOKS.attribute
+)
+"""Hooks of `register_hook`, and of `register_post_accumulate_grad_hook`: dicts, or None."""
+
 _SCALE = TORCH.name(
     "torch.amp:GradScaler._get_scale_async",
     "reads the scale of a GradScaler without waiting for the device",

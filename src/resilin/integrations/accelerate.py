@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -201,6 +202,8 @@ def wrap(
         **{**ddp, **adaptive},
     )
     wrapped.add_gate(_connect(accelerator, wrapped))
+    # accelerator.accumulate() calls it, and need not be left out.
+    wrapped.add_gate(Patch(wrapped, {"no_sync": nullcontext}))
     if scheduler is None or adaptive["schedule_by"] == "user":
         return wrapped, stepped, scheduler
     return wrapped, stepped, SteppedByClock(scheduler)

@@ -191,6 +191,8 @@ def check(own: Head, sums: Head, replicas: int) -> None:
     if apart and not sums.skips and not sums.changes:
         raise RuntimeError(
             f"replicas divide by different total weights: this one by {own.divisor:g}, the mean "
-            f"over all is {sums.divisor / replicas:g}; surround the forward pass with "
-            "model.weight() on all replicas, or on none"
+            f"over all is {sums.divisor / replicas:g}. A batch size that the script sets must be "
+            "the same on all replicas: choose it by model.clock or by a number that was averaged "
+            "over them, not by the time of one or by its own loss; and surround the forward pass "
+            "with model.weight() on all replicas, or on none"
         )

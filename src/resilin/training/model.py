@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from resilin.training.data.iteration import Iterations
 from resilin.training.gates.factors import applied
 from resilin.training.gates.optimizer import Gate, ModuleGate
 from resilin.training.gates.others import OtherOptimizers
-from resilin.training.gates.patch import Removable
+from resilin.training.gates.patch import Patch, Removable
 from resilin.training.gates.scaler import ScalerGate
 from resilin.training.gates.scheduler import ClockedScheduler, SchedulerGate
 from resilin.training.gradient.flow import StepFlow
@@ -55,6 +56,14 @@ class Average(Protocol):
             reference: The reference run, in whose steps clocks are read.
         """
         ...
+
+
+def _refuse_group(present: int, group: dict[str, Any]) -> None:
+    raise ValueError(
+        f"add_param_group() came after the optimizer was given to AdaptiveDataParallel with "
+        f"{present} parameter groups: its factors, the noise and the saved state are those of "
+        "these groups; add groups before that, and unfreeze them later with requires_grad_(True)"
+    )
 
 
 class TrainedModel:
@@ -131,6 +140,8 @@ class TrainedModel:
         self.scheduler = scheduler
         self._gate.schedulers.hand_to(scheduler)
         self.add_gate(ModuleGate(module, self))
+        refuse = partial(_refuse_group, len(self.optimizer.param_groups))
+        self.add_gate(Patch(self.optimizer, {"add_param_group": refuse}))
         self.add_gate(OtherOptimizers(self._gate, module.parameters(), keeps, self._in_training))
         if scaler is not None:
             self._scaler = ScalerGate(scaler, self.optimizer, self)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ from resilin.core.rules import (
 )
 from resilin.engine import overrides
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
-from resilin.training.ballot import Ballot
+from resilin.training.ballot import Ballot, Voter
 from resilin.training.gates.optimizer import check_optimizer
 from resilin.training.gates.patch import Removable
 from resilin.training.gates.scaler import calling_scaler
@@ -42,6 +43,7 @@ from resilin.training.scaling.choice import choose_rule
 from resilin.training.scaling.estimates import MeasureSchedule, NoiseEstimates
 from resilin.training.scaling.factors import StepScaling
 from resilin.training.scaling.reference import ReferenceBatch
+from resilin.training.state.buffers import UnsavedBuffers
 from resilin.training.state.divergence import CrossCheck, DivergenceCheck, decided_by
 from resilin.training.state.freezing import Frozen
 from resilin.training.state.registry import Stateful
@@ -128,7 +130,7 @@ class AdaptiveDataParallel(nn.Module):
             NoiseEstimates(num_groups, schedule, chosen.adaptive),
             ReferenceBatch(job.timeline, batch_size, tokens_per_step),
             job.timeline,
-            num_groups,
+            optimizer,
         )
         self._check = DivergenceCheck(
             job.engine,
@@ -165,6 +167,10 @@ class AdaptiveDataParallel(nn.Module):
             ends=Ends(lambda own: make_step(job, own), lambda outcome: commit_step(job, outcome)),
             check=self._check,
         )
+        self._unsaved = UnsavedBuffers(model)
+        self._voters: list[Voter] = [self._check]
+        if self._unsaved:
+            self._voters.append(self._unsaved)
         self._registered: list[str] = []
         try:
             self._trained.gate(model, clocked, scaler, self._keeps)
@@ -174,7 +180,7 @@ class AdaptiveDataParallel(nn.Module):
             raise
         job.trained = self._trained
         keep_from_tracing("resilin")
-        job.voters.append(self._check)
+        job.voters += self._voters
 
     def _register(
         self,
@@ -185,8 +191,10 @@ class AdaptiveDataParallel(nn.Module):
         parts: dict[str, Any] = {
             "model": self.module,
             "frozen": Frozen(self.module),
-            "optimizer": self.optimizer,
+            "buffers": self._unsaved or None,
+            # It compares the optimizers, before that of the state is loaded.
             "noise": self._scaling,
+            "optimizer": self.optimizer,
             "scheduler": scheduler,
             "scaler": scaler,
         }
@@ -201,13 +209,18 @@ class AdaptiveDataParallel(nn.Module):
         recovery = self.job.recovery
         return recovery is None or not recovery.active or self.job.registry.has(optimizer)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies of it, also pickled ones, train in no job: what is copied is the module.
+        return ModuleCopy, (self.module, self.training)
+
     def release(self) -> None:
         """Gives optimizer, scheduler and scaler their own methods back. The model stays usable."""
         for name in self._registered:
             self.job.registry.release(name)
         self._trained.release()
-        if self._check in self.job.voters:
-            self.job.voters.remove(self._check)
+        for voter in self._voters:
+            if voter in self.job.voters:
+                self.job.voters.remove(voter)
         if self.job.trained is self._trained:
             self.job.trained = None
 
@@ -341,6 +354,16 @@ class AdaptiveDataParallel(nn.Module):
         finally:
             self._flow.weight = None
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Does nothing, for loops that had DDP: of a step, only the last micro-batch reduces."""
+        warnings.warn(
+            "model.no_sync() does nothing here: of the micro-batches of a step only the last one "
+            "reduces. Leave it out, and call optimizer.step() after each backward pass: it waits "
+            "where a step is accumulated",
+            stacklevel=2,
+        )
+        return nullcontext()
+
     @contextmanager
     def using(self, batch: Any) -> Iterator[None]:
         """Says which batch the model trains within this block.
@@ -416,3 +439,24 @@ class AdaptiveDataParallel(nn.Module):
         threshold = clip_threshold(max_norm, self.gain, policy)
         with self.change_gradient():
             return self._gradient.clip(threshold, norm_type)
+
+
+class ModuleCopy(nn.Module):
+    """What `copy.deepcopy` and pickle make of an `AdaptiveDataParallel`: its module alone.
+
+    It has the same parameters, buffers and names as the original, as `AveragedModel` and other
+    averages of the weights need it, and a call goes straight to the module.
+
+    Args:
+        module: The copy of the module.
+        training: Whether the original was in training mode.
+    """
+
+    def __init__(self, module: nn.Module, training: bool = True) -> None:
+        super().__init__()
+        self.module = module
+        self.training = training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+        return self.module(*args, **kwargs)

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import resilin
+from tests.replicas import gathered, worlds
 
 D = torch.float64
 
@@ -513,3 +514,119 @@ def test_batch_statistics_over_replicas_come_with_a_warning(caplog):
     make(nn.Sequential(nn.Linear(5, 4, dtype=D), nn.SyncBatchNorm(4, dtype=D)))
     (warning,) = [r.getMessage() for r in caplog.records if "SyncBatchNorm" in r.getMessage()]
     assert warning.startswith("1 is a SyncBatchNorm: with several replicas, its gradient is that")
+
+
+def test_a_model_that_is_converted_after_it_was_wrapped_is_refused():
+    net, _, model = make()
+    net.float()
+    with pytest.raises(
+        ValueError, match=r"weight was torch\.float64 when .* and is torch\.float32"
+    ):
+        model(torch.ones(4, 5))
+
+
+def test_no_sync_does_nothing_and_says_so():
+    _, optimizer, model = make(lr=0.1)
+    for x, y in loader(12):
+        with pytest.warns(UserWarning, match="Leave it out"), model.no_sync():
+            F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.clock.steps == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_a_plain_model_with_the_names_of_the_original(copied):
+    net, _, model = make()
+    other = copied(model.eval())
+    assert other.state_dict().keys() == model.state_dict().keys()
+    assert not other.training
+    net.weight.data.add_(1)
+    assert torch.equal(other(torch.ones(2, 5, dtype=D)) + 5, model(torch.ones(2, 5, dtype=D)))
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(other.module.weight, net.weight)
+
+
+def test_an_average_of_the_wrapper_follows_and_is_evaluated():
+    net, optimizer, model = make(lr=0.1)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    weights = []
+    for x, y in loader():
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if model.stepped:
+            averaged.update_parameters(model)
+            weights.append(net.weight.detach().clone())
+    x = torch.ones(3, 5, dtype=D)
+    assert torch.equal(averaged(x), averaged.module.module(x))
+    torch.testing.assert_close(averaged.module.module.weight, torch.stack(weights).mean(0))
+
+
+class Tables(nn.Module):
+    """A sparse embedding beside a dense layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 2, sparse=True, dtype=D)
+        self.linear = nn.Linear(5, 2, dtype=D)
+
+    def forward(self, x):
+        return self.linear(x) + self.table(x[:, 0].abs().mul(4).long().clamp(max=8))
+
+
+def test_sparse_gradients_may_be_accumulated_and_measured():
+    found = []
+    for settings in ({"max_local_bsz": 5}, {"max_local_bsz": 12}):
+        resilin.reset_job()
+        torch.manual_seed(0)
+        net = Tables()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model = resilin.AdaptiveDataParallel(net, optimizer, rule="linear", stats_every=1)
+        for x, _ in loader(**settings):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(list(net.parameters()))
+    for split, whole in zip(*found, strict=True):
+        torch.testing.assert_close(split, whole, rtol=0, atol=1e-14)
+
+
+@pytest.mark.world_size(2)
+def test_a_pass_that_ddp_does_not_reduce_is_refused_by_name():
+    net, _, model = make(nn.ModuleDict({"used": nn.Linear(5, 1), "left": nn.Linear(5, 1)}).to(D))
+    net.forward = lambda x: net["used"](x)
+    x, _ = next(iter(loader(max_local_bsz=None)))
+    with pytest.raises(
+        RuntimeError, match=r"\(2 parameters \(left\.weight is the first\) .* find_un"
+    ):
+        model(x).sum().backward()
+
+
+def with_penalty(x, output, other):
+    """A loss with the squared slope of the other output in it."""
+    (slope,) = torch.autograd.grad(other.sum(), x, create_graph=True)
+    return output.square().mean() + slope.square().mean()
+
+
+@pytest.mark.parametrize("world", worlds(1, 2))
+def test_a_gradient_penalty(world):
+    net, optimizer, model = make(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).to(D))
+    for x, _ in loader(max_local_bsz=None):
+        with_penalty(x, model(x.requires_grad_()), model.module(x)).backward()
+        whole = torch.stack(gathered(list(x.detach()))).requires_grad_()
+        loss = with_penalty(whole, output := net(whole), output)
+        exact = torch.autograd.grad(loss, list(net.parameters()), allow_unused=True)
+        for parameter, theirs in zip(net.parameters(), exact, strict=True):
+            torch.testing.assert_close(parameter.grad, theirs, rtol=0, atol=1e-14)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("world", worlds(1, 2))
+def test_a_gradient_penalty_through_the_model_is_refused(world):
+    *_, model = make()
+    x, _ = next(iter(loader(max_local_bsz=None)))
+    output = model(x.requires_grad_())
+    with pytest.raises(RuntimeError, match=r"compute a gradient penalty with model\.module"):
+        with_penalty(x, output, output).backward()

@@ -12,7 +12,12 @@ from torch.utils.data import TensorDataset
 
 import resilin
 from resilin.core.rules import Factors, PowerRule, get_rule
-from resilin.training.scaling.choice import choose_rule, compare_with_saved
+from resilin.training.scaling.choice import (
+    choose_rule,
+    compare_settings,
+    compare_with_saved,
+    settings_of,
+)
 
 
 def parameters():
@@ -113,12 +118,49 @@ def test_another_rule_than_the_saved_one_is_named(caplog, rule, saved, said):
         assert re.search(said, caplog.text)
 
 
-def make_job(folder, rule):
+def sgd(lr=0.1, weight_decay=0.0):
+    return settings_of(torch.optim.SGD(parameters(), lr=lr, weight_decay=weight_decay))
+
+
+def scheduled():
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.01)
+    return settings_of(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("now", "saved", "said"),
+    [
+        (sgd(), None, None),
+        (sgd(), sgd(), None),
+        (scheduled(), sgd(), None),
+        (
+            sgd(lr=0.05),
+            sgd(),
+            r"run that it resumes: lr 0\.05 \(0\.1 in the state\)\. Those of the",
+        ),
+        (sgd(0.05, 0.01), sgd(), r"lr 0\.05 .*, weight_decay 0\.01 \(0 in the state\)"),
+        (
+            settings_of(torch.optim.AdamW(parameters(), betas=(0.8, 0.99))),
+            settings_of(torch.optim.Adam(parameters(), weight_decay=0.01)),
+            r"AdamW \(Adam in the state\), betas 0\.8, 0\.99 \(0\.9, 0\.999 in the state\)",
+        ),
+    ],
+)
+def test_settings_that_the_script_has_changed_are_named(caplog, now, saved, said):
+    compare_settings(now, saved)
+    if said is None:
+        assert not caplog.records
+    else:
+        assert re.search(said, caplog.text)
+
+
+def make_job(folder, rule, lr=0.1, kind=torch.optim.SGD):
     resilin.reset_job()
     resilin.checkpoint_to(folder, every=1, memory_every=None)
     torch.manual_seed(0)
     net, data = nn.Linear(3, 2), TensorDataset(torch.randn(64, 3))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = kind(net.parameters(), lr=lr, momentum=0.9)
     model = resilin.AdaptiveDataParallel(net, optimizer, rule=rule, stats_every=1)
     return model, optimizer, resilin.AdaptiveDataLoader(data, 8, max_local_bsz=4)
 
@@ -128,6 +170,7 @@ def forget_rule(folder):
     for path in folder.glob("step-*/COMMIT.json"):
         whole = json.loads(path.read_bytes())
         assert whole["commit"]["tree"]["noise"].pop("rule") == "adascale"
+        assert whole["commit"]["tree"]["noise"].pop("settings")["class"] == "SGD"
         body = json.dumps(whole["commit"]).encode()
         path.write_bytes(b'{"crc32": "%08x", "commit": %s}\n' % (zlib.crc32(body), body))
 
@@ -142,9 +185,17 @@ def test_a_job_that_resumes_with_another_rule_says_so(tmp_path, caplog, kept):
     if not kept:
         resilin.reset_job()
         forget_rule(tmp_path)
-    model, *_ = make_job(tmp_path, "sgdscale")
+    model, optimizer, _ = make_job(tmp_path, "sgdscale", lr=0.3)
     assert resilin.resume().step >= 1
     assert model.noise is not None
     # A state from before the name was kept cannot say it.
     said = "was trained with rule adascale, and this run continues with sgdscale"
     assert (said in caplog.text) == kept
+    assert ("lr 0.3 (0.1 in the state)" in caplog.text) == kept
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    make_job(tmp_path, "linear", kind=torch.optim.RMSprop)
+    if kept:
+        with pytest.raises(
+            ValueError, match=r"was SGD and is RMSprop, which needs alpha, eps; res"
+        ):
+            resilin.resume()

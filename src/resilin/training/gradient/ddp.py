@@ -28,6 +28,7 @@ from resilin.compat.torch_names import (
     wrap_outputs,
 )
 from resilin.engine.devices import Fetched
+from resilin.training.gradient import refusals
 from resilin.training.gradient.accumulation import Accumulation
 from resilin.training.gradient.norms import total
 from resilin.training.gradient.open_step import OpenStep, Share
@@ -52,6 +53,8 @@ class _Reduction:
 
     begun: bool = False
     """Whether a bucket was sent."""
+    complete: bool = False
+    """Whether the last one was, and the ballot."""
     divisor: float = 1.0
     """Total weight that all replicas divide by."""
     sent: list[_Sent] = field(default_factory=list)
@@ -151,6 +154,11 @@ class DdpReducer:
                 self._sum.hold(0.0)
                 used = list(self._sum.held or ())
             self._take_part(used)
+        if not self._now.complete:
+            parameters = self._model.parameters
+            without = [parameters.name(p) for p in self._trained if p.grad is None]
+            missing = f"{parameters.describe(without)} has none" if without else "none in this pass"
+            raise RuntimeError(refusals.not_reduced_by_ddp(missing))
         # DDP leaves what no replica used alone: as it was before it was put aside.
         self._sum.restore_unused()
         self._armed, self._synced = False, True
@@ -215,6 +223,7 @@ class DdpReducer:
         if self._step.reduces:
             self._send_bucket(bucket, buffer)
             if bucket.is_last():
+                self._now.complete = True
                 self._send_ballot()
                 self._await_buckets()
         else:

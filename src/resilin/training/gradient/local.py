@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -84,7 +85,10 @@ class LocalReducer:
         self._num_measured += 1
         self._mean_weight += weight
         share = weight / self._mean_weight
-        both = [p for p in grads if p in mean]
+        both = [p for p in grads if p in mean and grads[p].layout is torch.strided]
+        for parameter in grads.keys() & mean.keys() - set(both):
+            # Only sums and multiples are defined for sparse ones.
+            mean[parameter].mul_(1 - share).add_(grads[parameter].mul_(share))
         if both:
             interpolate_all([mean[p] for p in both], [grads[p] for p in both], share)
         for parameter, old in mean.items():

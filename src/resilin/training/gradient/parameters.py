@@ -19,6 +19,7 @@ from resilin.training.gradient.sharding import is_sharded
 
 _TRAINED = operator.attrgetter("requires_grad")
 _GRAD = operator.attrgetter("grad")
+_DTYPE = operator.attrgetter("dtype")
 
 
 class Parameters:
@@ -35,6 +36,8 @@ class Parameters:
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
         self.all: list[Tensor] = list(named.values())
         self._sharded = {name for name, parameter in named.items() if is_sharded(parameter)}
+        self._dtypes = list(map(_DTYPE, self.all))
+        self._device = self.all[0].device if self.all else None
         self.pattern: list[bool] = []
         """Those that are trained, as of the last `update`."""
         self.trained: list[Tensor] = []
@@ -69,11 +72,17 @@ class Parameters:
         return [self._names[parameter] for parameter, new, old in pairs if new != old]
 
     def check(self) -> None:
-        """Refuses parameters that were added or replaced since the module was wrapped.
+        """Refuses parameters that were added, converted or moved since the module was wrapped.
 
         Raises:
             ValueError: There are such parameters; the message names the first one.
         """
+        dtypes, first = list(map(_DTYPE, self.all)), next(iter(self.all), None)
+        if first is not None and first.device != self._device:
+            self._refuse_conversion(first, self._device, first.device)
+        if dtypes != self._dtypes:
+            of_all = zip(self.all, self._dtypes, dtypes, strict=True)
+            self._refuse_conversion(*next(each for each in of_all if each[1] != each[2]))
         if not self._registered:
             return
         self._registered = False
@@ -89,6 +98,17 @@ class Parameters:
                 "the optimizer's gate nor the other replicas know them; add parameters before "
                 "AdaptiveDataParallel, or release() it and wrap the module again"
             )
+
+    def _refuse_conversion(self, parameter: Tensor, was: object, now: object) -> None:
+        raise ValueError(
+            f"{self._names[parameter]} was {was} when the module was wrapped, and is {now}: "
+            "replicas reduce gradients of the type and on the device that they had then; call "
+            "double(), bfloat16(), to() and the like before AdaptiveDataParallel"
+        )
+
+    def name(self, parameter: Tensor) -> str:
+        """The name of a parameter."""
+        return self._names[parameter]
 
     def describe(self, names: Sequence[str]) -> str:
         """Words about a change of these parameters."""

@@ -27,7 +27,8 @@ FAILED = (
 )
 SECOND = (
     "a second backward pass came after the gradient of the step was complete; add up the losses of "
-    "a micro-batch and call backward() once"
+    "a micro-batch and call backward() once. torch.autograd.grad() through the model counts as "
+    "one: compute a gradient penalty with model.module"
 )
 TWICE = (
     "a micro-batch is trained a second time after optimizer.step(), which has waited for the other "
@@ -72,6 +73,21 @@ BARE = (
     "training mode: the weight of its gradient is unknown; call the model itself, after "
     "model.train()"
 )
+
+
+def not_reduced_by_ddp(missing: str) -> str:
+    """The refusal of a step whose last backward pass DDP did not reduce.
+
+    Args:
+        missing: Words about the parameters that have no gradient.
+    """
+    return (
+        "the backward pass of a step's last micro-batch has ended, and not all trained parameters "
+        f"had a gradient in it ({missing}): with several replicas, pass "
+        "find_unused_parameters=True to AdaptiveDataParallel where a loss does not use all of "
+        "them. torch.autograd.grad() through the model counts as a backward pass: compute a "
+        "gradient penalty with model.module"
+    )
 
 
 def unused_at_last(name: str) -> str:

@@ -30,6 +30,7 @@ from resilin.training.gradient.clipping import clip_sharded
 from resilin.training.gradient.copies import follow
 from resilin.training.gradient.norms import GroupNorms, Measured
 from resilin.training.gradient.open_step import OpenStep
+from resilin.training.gradient.parameter_hooks import ParameterHooks
 from resilin.training.gradient.parameters import Parameters
 from resilin.training.gradient.records import Part, Reduced, StepStart
 from resilin.training.gradient.reducer import Model, Reducer
@@ -85,6 +86,8 @@ class StepGradient:
         place = parameters.all[0].device if parameters.all else torch.device("cpu")
         self._kind = devices.of(place)
         self._seals = Seals(parameters, queues=self._kind.queues)
+        units = () if sharding is None else sharding.units
+        self._hooks = ParameterHooks(parameters, {p for unit in units for p in unit.parameters})
         self.sync = SyncTimer(place)
         """Time that steps wait for their reduction."""
         self.follow_copies()
@@ -105,6 +108,7 @@ class StepGradient:
         self._reducer.begin_step(self.step)
         self._ballot.forget()
         self._calls.reset()
+        self._hooks.wait = False
         self._seals.open()
         self.sync.dropped()
 
@@ -146,6 +150,7 @@ class StepGradient:
     def release(self) -> None:
         """Takes the hooks off; a sharded module is FSDP's own again."""
         self._model.parameters.release()
+        self._hooks.release()
         if self._model.sharding is not None:
             self._reducer.detach()
 
@@ -203,6 +208,7 @@ class StepGradient:
         self.drop()
         self._follow(start)
         self.step.start = start
+        self._hooks.begin_step()
         self._seals.begin_step()
 
     def _follow(self, start: StepStart) -> None:
@@ -407,7 +413,9 @@ class StepGradient:
             return _SKIPPED
         if not head.weight:
             raise RuntimeError(refusals.WEIGHTLESS)
-        return _reduced(head, self._reducer.rescale(head.weight))
+        norms = self._reducer.rescale(head.weight)
+        self._hooks.call()
+        return _reduced(head, norms)
 
 
 def _reduced(head: Head, norms: Fetched | None) -> Reduced:

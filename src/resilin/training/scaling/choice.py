@@ -6,12 +6,16 @@ import inspect
 import logging
 from typing import Any
 
+from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from resilin.core.rules import PowerRule, ScalingRule, default_rule, get_rule, rule_name
 from resilin.training.gates.factors import keeps_sgd_buffer, refuse_momentum
 
 logger = logging.getLogger("resilin")
+
+_NOT_SET = frozenset({"params", "initial_lr"})
+"""Parts of a parameter group that are no settings of the script."""
 
 
 def choose_rule(rule: str | ScalingRule, optimizer: Optimizer) -> ScalingRule:
@@ -57,6 +61,65 @@ def _can_honour(rule: ScalingRule, optimizer: Optimizer) -> bool:
 def _steps_by_itself(kind: type[Any]) -> bool:
     # torch wraps the method of a class when the first optimizer of it is made.
     return inspect.unwrap(kind.step) is not inspect.unwrap(SGD.step)
+
+
+def settings_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What the script sets: the class, and the numbers of each group before its scheduler."""
+    groups = []
+    for group in optimizer.param_groups:
+        first = {**group, "lr": group.get("initial_lr", group.get("lr"))}
+        numbers = {name: _numbers(first[name]) for name in group if name not in _NOT_SET}
+        groups.append({name: found for name, found in numbers.items() if found})
+    return {"class": type(optimizer).__name__, "groups": groups}
+
+
+def _numbers(setting: Any) -> list[float]:
+    """The numbers that a setting is; none if it is something else."""
+    several = setting if isinstance(setting, tuple | list) else (setting,)
+    kinds = (int, float, Tensor)
+    fits = all(isinstance(n, kinds) and not isinstance(n, bool) for n in several)
+    return list(map(float, several)) if fits else []
+
+
+def compare_settings(settings: dict[str, Any], saved: dict[str, Any] | None) -> None:
+    """Log which settings of the optimizer a script has changed before it resumes.
+
+    Args:
+        settings: Those of this run.
+        saved: Those of the run before; None in a state from before they were kept.
+
+    Raises:
+        ValueError: It is another optimizer, and the state lacks what this one needs.
+    """
+    if saved is None:
+        return
+    kind, former = settings["class"], saved["class"]
+    changes = [f"{kind} ({former} in the state)"] if kind != former else []
+    groups = list(zip(settings["groups"], saved["groups"], strict=False))
+    for number, (now, was) in enumerate(groups):
+        if kind != former and (missing := sorted(now.keys() - was.keys())):
+            raise ValueError(
+                f"the saved state belongs to another optimizer: it was {former} and is {kind}, "
+                f"which needs {', '.join(missing)}; resume with {former}, or begin a new job with "
+                "the weights of the old one"
+            )
+        where = f" of group {number}" if len(groups) > 1 else ""
+        changes += [
+            f"{name}{where} {_words(now[name])} ({_words(was[name])} in the state)"
+            for name in sorted(now.keys() & was.keys())
+            if now[name] != was[name]
+        ]
+    if changes:
+        logger.warning(
+            "the script gives the optimizer other settings than the run that it resumes: %s. "
+            "Those of the state win, as with load_state_dict() of torch; a change takes effect in "
+            "the loop, in optimizer.param_groups",
+            ", ".join(changes),
+        )
+
+
+def _words(numbers: list[float]) -> str:
+    return ", ".join(f"{number:g}" for number in numbers)
 
 
 def compare_with_saved(rule: ScalingRule, saved: str | None) -> None:

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch.optim import Optimizer
+
 from resilin.core.noise import Noise, gain
 from resilin.core.rules import Factors, ScalingRule, group_factors, rule_name, total_noise
 from resilin.engine.devices import Fetched
 from resilin.training.gradient.records import Reduced
 from resilin.training.records import MicroBatch
-from resilin.training.scaling.choice import compare_with_saved
+from resilin.training.scaling.choice import compare_settings, compare_with_saved, settings_of
 from resilin.training.scaling.estimates import NoiseEstimates
 from resilin.training.scaling.reference import ReferenceBatch
 from resilin.training.timeline import Timeline
@@ -42,7 +44,7 @@ class StepScaling:
         estimates: Averages of the measured noise.
         reference: The batch that the learning rate was tuned for.
         timeline: The clock of the job.
-        num_groups: Parameter groups of the optimizer.
+        optimizer: The optimizer, as the script has made it.
     """
 
     def __init__(
@@ -51,17 +53,18 @@ class StepScaling:
         estimates: NoiseEstimates,
         reference: ReferenceBatch,
         timeline: Timeline,
-        num_groups: int,
+        optimizer: Optimizer,
     ) -> None:
         self.rule = rule
         self.estimates = estimates
         self.reference = reference
-        self.last = Scaled(factors=(Factors(),) * num_groups)
+        self.last = Scaled(factors=(Factors(),) * len(optimizer.param_groups))
         """The step that is being made, or else the last one."""
         self._timeline = timeline
         self.prepared: Reduced | None = None
         """The gradient that `last` was made from; None once its step is over."""
         self._before = self.last, estimates.mark()
+        self._settings = settings_of(optimizer)
 
     # Measurements --------------------------------------------------------------------------
 
@@ -165,14 +168,16 @@ class StepScaling:
     # State ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Estimates and the name of the rule, for checkpoints. Waits for the device."""
-        return {**self.estimates.state_dict(), "rule": rule_name(self.rule)}
+        """Estimates, rule and settings of the optimizer. Waits for the device."""
+        ours = {"rule": rule_name(self.rule), "settings": self._settings}
+        return {**self.estimates.state_dict(), **ours}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; another rule is logged, and stays that of this run.
 
         Raises:
-            ValueError: It belongs to an optimizer with another number of parameter groups.
+            ValueError: It belongs to another optimizer.
         """
         self.estimates.load_state_dict(state)
         compare_with_saved(self.rule, state.get("rule"))
+        compare_settings(self._settings, state.get("settings"))

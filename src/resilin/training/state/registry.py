@@ -30,8 +30,8 @@ resilin 0.1.0 passes over unknown names that begin like this one.
 """
 _LATE = (SUMS, OWN, CURSORS)
 """Prefixes of parts that may be registered late: a loader is when it trains."""
-_SINCE_0_2 = frozenset({"frozen"})
-"""Parts that resilin 0.1 did not save, and that were at their first value in all of its jobs."""
+_NEWER = frozenset({"frozen", "buffers"})
+"""Parts that resilin 0.1 and 0.2 did not save, and that began at their first value then."""
 MODEL = "model"
 """The name of the model, whose state is compared before it is loaded."""
 
@@ -309,7 +309,7 @@ class Registry:
             if name in self._unclaimed:
                 aged = name not in self._ageless
                 self._claim(name, thing, now=snapshot.version.step if aged else None)
-            elif name not in {*without, *_SINCE_0_2} and name in self._shared:
+            elif name not in {*without, *_NEWER} and name in self._shared:
                 warn(
                     f"{name!r} is not in the state that the job resumes ({snapshot.version}): "
                     "it starts from scratch"
