@@ -12,7 +12,7 @@ import pytest
 
 from resilin.cli import hang
 from resilin.cli.hang import Local, Watchdog
-from resilin.core.hang import PATIENCE
+from resilin.core.hang import PATIENCE, Phase
 from resilin.core.lives import MOST_FRUITLESS
 from resilin.engine import environment, pulse
 from resilin.telemetry.read import read_events
@@ -262,3 +262,49 @@ def test_a_worker_that_shows_nothing_is_not_watched(tmp_path, shows):
     workers = [shows(0, "WAITING"), Local(1, 11, 1)]
     assert looks(watch(tmp_path, workers), int(20 * PATIENCE * 20)) is None
     assert looks(Watchdog(None, 20.0, Clock()), 100) is None
+
+
+# How far a job came -------------------------------------------------------------------------------
+
+
+def publish(directory, worker, *, steps, epoch=0, epochs=-1, phase=Phase.AFTER, flags=0, began=0):
+    """What a worker of this number has published."""
+    numbers = (1, 5, steps, steps, began, int(phase), 9, flags, epoch, epochs)
+    (directory / str(worker)).write_bytes(pulse._RECORD.pack(pulse._MAGIC, *numbers))
+
+
+@pytest.mark.parametrize(
+    ("shown", "words", "early"),
+    [
+        ([], "finished", False),
+        ([{"steps": 0, "began": -1}], "finished", False),
+        ([{"steps": 6, "epoch": 3, "epochs": 3, "phase": Phase.DONE}], "finished", False),
+        (
+            [{"steps": 5, "epoch": 0, "epochs": 3}, {"steps": 6, "epoch": 0, "epochs": 3}],
+            "ended at step 6, in epoch 1 of 3, before its epochs were over",
+            True,
+        ),
+        ([{"steps": 6}], "ended at step 6", False),
+        ([{"steps": 6, "phase": Phase.DONE}], "finished", False),
+    ],
+)
+def test_the_end_of_a_job_says_how_far_it_came(tmp_path, shown, words, early):
+    for number, each in enumerate(shown):
+        publish(tmp_path, number, **each)
+    assert hang.ending(tmp_path) == words
+    assert (hang.left_early(tmp_path) is not None) == early
+
+
+def test_a_worker_sees_that_another_one_waits_for_it(tmp_path):
+    mine = pulse.FilePulse(tmp_path, 0)
+    try:
+        mine.beat(Phase.BETWEEN, 6)
+        assert not mine.missed()
+        publish(tmp_path, 1, steps=6)
+        assert not mine.missed()
+        publish(tmp_path, 1, steps=5, phase=Phase.WAITING)
+        assert not mine.missed()
+        publish(tmp_path, 1, steps=6, phase=Phase.WAITING)
+        assert mine.missed()
+    finally:
+        mine.close()

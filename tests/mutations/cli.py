@@ -6,6 +6,13 @@ from tests.mutations import Mutation
 
 MUTATIONS = [
     Mutation(
+        promise="a job whose loop was left is told from one that has finished",
+        path="cli/hang.py",
+        old="shown.epoch < shown.epochs\n",
+        new="shown.epoch > shown.epochs\n",
+        test="tests/cli/test_hang.py::test_the_end_of_a_job_says_how_far_it_came",
+    ),
+    Mutation(
         promise="a process that a script forks in a warm worker ends with its part of it",
         path="cli/warm.py",
         old="        if os.getpid() != process:\n",

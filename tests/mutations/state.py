@@ -16,6 +16,37 @@ _SECURITY = f"{_STATE}/checkpoint/test_security.py"
 _EMA = "tests/training/script/test_ema.py"
 
 MUTATIONS: list[Mutation] = [
+    Mutation(
+        promise="a loop that is left by break is saved",
+        path="training/script/epochs.py",
+        old="        if not leaves_by_exception():\n",
+        new="        if False:\n",
+        test="tests/training/test_leaving.py::test_a_break_out_of_both_loops_saves_what_there_is",
+    ),
+    Mutation(
+        promise="a loop that fails is not taken for one that was left",
+        path="compat/python_names.py",
+        old="each.tb_lasti == frame.f_lasti",
+        new="each.tb_lasti == -1",
+        test="tests/training/test_leaving.py::"
+        "test_a_loop_that_fails_is_not_taken_for_one_that_was_left",
+    ),
+    Mutation(
+        promise="a model that was changed after the loop is not saved in its place",
+        path="training/leaving.py",
+        old="    if at_end and not _same(",
+        new="    if False and not _same(",
+        test="tests/training/test_leaving.py::"
+        "test_what_a_script_makes_of_its_model_afterwards_is_not_saved",
+    ),
+    Mutation(
+        promise="a pass that is left in its last step is not repeated",
+        path="training/passes.py",
+        old="if training and current.made and self.is_over(",
+        new="if False and self.is_over(",
+        test="tests/training/test_leaving.py::"
+        "test_a_run_that_was_left_continues_as_if_it_had_not_been",
+    ),
     # Memory copies -------------------------------------------------------------------------
     Mutation(
         promise="a memory copy is marked complete last of all",

@@ -87,6 +87,7 @@ def test_a_run_that_tells_nothing_is_silent_and_one_without_events_is_waited_for
         ("worker_hung", "hung", "hung 5.0 s ago"),
         ("stopped", "stopped", "stopped after"),
         ("gave_up", "gave up", "gave up after"),
+        ("left", "ended", "ended early after"),
     ],
 )
 def test_how_a_run_ended_is_its_state_until_it_makes_a_step(kind, state, words):

@@ -113,7 +113,8 @@ class ReportingAgent(WrappedAgent):
         max_restarts = self.spec.max_restarts
         restarts = max_restarts - self.remaining_restarts
         if not result.is_failed():
-            say(f"finished after {count(restarts, 'restart')}" if restarts else "finished")
+            after = f" after {count(restarts, 'restart')}" * bool(restarts)
+            say(self._watchdog.ending() + after)
         elif self._bound_fruitless and self._lives.hopeless:
             best = self._lives.best
             made = "a step" if best is None else f"a new step after step {best}"

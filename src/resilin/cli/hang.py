@@ -112,6 +112,10 @@ class Watchdog:
             and shown.phase is not Phase.DONE
         ]
 
+    def ending(self) -> str:
+        """How far a job came whose workers have ended well, in words."""
+        return "finished" if self._directory is None else ending(self._directory)
+
     def is_exiting(self, worker: Local) -> bool:
         """Whether the script of this process has ended, in whatever way."""
         shown = self._read(worker)
@@ -226,11 +230,30 @@ class Watchdog:
         return None if self._directory is None else pulse.read(self._directory, worker.local_rank)
 
 
-def last_step(directory: Path) -> int | None:
-    """Number of committed steps that the workers have published; None if none has trained."""
+def furthest(directory: Path) -> Shown | None:
+    """The published state of the worker that has come furthest; None if none has trained."""
     names = [each.name for each in directory.iterdir()] if directory.is_dir() else []
     shown = [pulse.read(directory, int(name)) for name in names if name.isdecimal()]
-    return max((each.steps for each in shown if each and each.began is not None), default=None)
+    trained = [each for each in shown if each is not None and each.began is not None]
+    return max(trained, key=lambda each: (each.steps, each.epoch, each.saved), default=None)
+
+
+def left_early(directory: Path) -> Shown | None:
+    """The same if the loop over epochs was left before they were over; else None."""
+    shown = furthest(directory)
+    early = shown is not None and shown.epochs is not None and shown.epoch < shown.epochs
+    return shown if early else None
+
+
+def ending(directory: Path) -> str:
+    """How far a job came whose workers have ended well, in words."""
+    if (shown := furthest(directory)) is None:
+        return "finished"
+    if left_early(directory) is not None:
+        where = f"in epoch {shown.epoch + 1} of {shown.epochs}, before its epochs were over"
+        return f"ended at step {shown.steps}, {where}"
+    known = shown.epochs is not None or shown.phase is Phase.DONE
+    return "finished" if known else f"ended at step {shown.steps}"
 
 
 def _sign(worker: Local, shown: Shown) -> Sign:

@@ -115,6 +115,14 @@ def parser() -> argparse.ArgumentParser:
         f"is {PATIENCE:g} times as long; it also grows with the duration of steps. Default: "
         f"${environment.HANG_TIMEOUT}, or {HANG_TIMEOUT}.",
     )
+    group.add_argument(
+        "--left-code",
+        type=int,
+        default=0,
+        metavar="CODE",
+        help="Exit code if the script ended well and left the loop over epochs before its end, for "
+        "a scheduler that is to start it again (default: %(default)s).",
+    )
     _add_live(group.add_argument)
     list_first(ours, "resilin", others="torchrun")
     defaults = {

@@ -34,7 +34,7 @@ from resilin.cli import preflight, warm
 from resilin.cli.agent import ReportingAgent
 from resilin.cli.errors import GaveUp, ScriptNotLive, say, told
 from resilin.cli.faults import record
-from resilin.cli.hang import Watchdog, last_step
+from resilin.cli.hang import Watchdog, ending, furthest, left_early
 from resilin.cli.memory import MemoryDirectory
 from resilin.cli.options import complete, hang_timeout, meeting, parser, stop_signals
 from resilin.cli.stopping import StopSignals
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns:
         0 if the job finished, 1 if it failed, 2 if it cannot be started as asked, 128 + N if signal
-        N stopped it.
+        N stopped it; that of `--left-code` if its script left the loop over epochs before its end.
     """
     ours = parser()
     args = ours.parse_args(arguments)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     stop = StopSignals()
     stop.install()  # torch installs its handlers with the first workers
     memory: MemoryDirectory | None = None
-    code = 1
+    code, ended, left = 1, False, None
     try:
         with _held(stop):
             # Or a signal that arrives right now would leave a directory that nobody removes.
@@ -83,12 +83,15 @@ def main(arguments: Sequence[str]) -> int:
             os.environ[environment.PULSE_DIR] = _pulse_directory(memory)
         if not args.live or not _run_live(args, bound_fruitless=bound):
             _run_agent(args, stop, bound_fruitless=bound)
-        code = 0
+        ended, left = True, left_early(_pulses())
+        code = 0 if left is None else args.left_code
+        if left is not None:
+            record("left", ending(_pulses()).removeprefix("ended "))
     except SignalException as raised:
         # Those of a live job have other handlers.
         number = stop.first or raised.sigval
-        step = last_step(Path(os.environ.get(environment.PULSE_DIR, os.devnull)))
-        say(f"stopped by {number.name}" + ("" if step is None else f" after step {step}"))
+        shown = furthest(_pulses())
+        say(f"stopped by {number.name}" + ("" if shown is None else f" after step {shown.steps}"))
         record("stopped", f"by {number.name}")
         code = 128 + number
     except ChildFailedError:
@@ -111,8 +114,14 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_IGN)  # only a short cleanup is left
     shutil.rmtree(os.environ.pop(environment.PULSE_DIR, ""), ignore_errors=True)
     if memory is not None:
-        _leave(memory, args.rdzv_id, code)
+        stopped = code > 128 and not ended and environment.CHECKPOINT_DIR in os.environ
+        kept = ended and (left is None or left.saved)
+        _leave(memory, args.rdzv_id, kept=kept or stopped)
     return code
+
+
+def _pulses() -> Path:
+    return Path(os.environ.get(environment.PULSE_DIR, os.devnull))
 
 
 def _run_live(args: argparse.Namespace, *, bound_fruitless: bool) -> bool:
@@ -206,10 +215,9 @@ def _pulse_directory(memory: MemoryDirectory | None) -> str:
     return tempfile.mkdtemp(prefix="pulse-", dir=memory.path)
 
 
-def _leave(memory: MemoryDirectory, run_id: str, code: int) -> None:
-    """Remove the in-memory state if the job finished, or was stopped and could save to disk."""
-    saved = code > 128 and environment.CHECKPOINT_DIR in os.environ
-    needless = code == 0 or saved or not memory.holds_state
+def _leave(memory: MemoryDirectory, run_id: str, *, kept: bool) -> None:
+    """Remove the in-memory state if nobody needs it: the job finished, or storage has it."""
+    needless = kept or not memory.holds_state
     memory.release(remove=needless)
     if not needless:
         say(f"kept the latest state in {memory.path}: resume with --rdzv-id {run_id}, or remove it")

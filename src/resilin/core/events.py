@@ -201,7 +201,7 @@ class CheckpointEvent(Event):
     """The reason, if it failed."""
 
 
-ENDS = {"gave_up": "gave up", "stopped": "stopped"}
+ENDS = {"gave_up": "gave up", "stopped": "stopped", "left": "ended"}
 """Kinds of `FaultEvent` with which a launcher ended though the job is not finished, in words."""
 
 

@@ -7,6 +7,8 @@ a change of membership means new processes.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from resilin.compat.torch_names import timeout_of
+from resilin.compat.torch_names import default_store, timeout_of
 from resilin.core.membership import Membership
 from resilin.engine.changes import Changes
 from resilin.engine.collectives import Begun, Collectives, Group, Json
@@ -29,6 +31,12 @@ T = TypeVar("T")
 
 CONTROL_TIMEOUT = timedelta(minutes=10)
 """Time limit for processes that wait for each other outside steps, as after a checkpoint."""
+TOGETHER = 30.0
+"""Seconds for which a process that leaves the loop waits for the others to leave it, too."""
+POLL = 0.02
+"""Seconds between two looks whether they do."""
+
+logger = logging.getLogger("resilin")
 
 
 class Engine:
@@ -49,6 +57,7 @@ class Engine:
         self._world: dist.ProcessGroup | None = None
         self._groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         self._host: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+        self._times_left = 0
 
     # Who we are ----------------------------------------------------------------------------
 
@@ -318,6 +327,36 @@ class Engine:
     def unwatch(self) -> None:
         """Stop watching, if `watch` was called."""
 
+    def all_leave(self, step: int) -> bool:
+        """Whether all processes leave the loop here, after this step.
+
+        It is no collective: a process that has gone on does not come, and waits for this one in its
+        next step. So each writes down that it is here, and waits until all are, for `TOGETHER` at
+        most. Then the first one's word counts, for all.
+
+        Args:
+            step: Steps committed.
+        """
+        me = self.membership
+        if me.num_processes == 1:
+            return True
+        self._times_left += 1
+        place = f"resilin/left/{me.generation}/{step}/{self._times_left}"
+        deadline = time.monotonic() + TOGETHER
+        try:
+            store = default_store()
+            here = store.add(f"{place}/here", 1)
+            while here < me.num_processes and not store.check([f"{place}/word"]):
+                if time.monotonic() > deadline or self.stop.asked or self.pulse.missed():
+                    break
+                time.sleep(POLL)
+                here = store.add(f"{place}/here", 0)
+            word = "together" if here == me.num_processes else "alone"
+            return bool(store.compare_set(f"{place}/word", "", word) == b"together")
+        except RuntimeError as error:  # its store is gone, with the process that had it
+            logger.debug("nobody can be asked whether they leave the loop: %s", error)
+            return False
+
     def finish(self) -> None:
         """Wait until no process needs another one to complete the training. Collective."""
 
@@ -327,7 +366,7 @@ class Engine:
         Args:
             asked: Whether this replica itself was asked to stop, or follows another one.
         """
-        raise SystemExit(self.stop.exit_code)
+        self.stop.leave()
 
 
 def _beside(group: dist.ProcessGroup) -> dist.ProcessGroup:

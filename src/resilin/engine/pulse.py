@@ -38,10 +38,10 @@ STACKS: int | None = getattr(signal, "SIGRTMIN", None)
 (SIGUSR2) belong to scripts and schedulers."""
 INTERVAL = 1.0
 """Seconds between two signs of life."""
-_RECORD = struct.Struct("<8s8q")
-_MAGIC = b"pulse 1\n"
+_RECORD = struct.Struct("<8s10q")
+_MAGIC = b"pulse 2\n"
 _SIZE = 4096
-_EVALUATING, _DEBUGGED, _HAS_STACKS, _LEFT = 1, 2, 4, 8
+_EVALUATING, _DEBUGGED, _HAS_STACKS, _LEFT, _SAVED = 1, 2, 4, 8, 16
 _DEBUGGERS = ("pdb.py", "bdb.py", "ipdb.py", "pudb.py")
 _LONGEST_ERROR = 300
 
@@ -64,6 +64,16 @@ class Pulse:
     def follow(self, evaluating: Callable[[], bool]) -> None:
         """Call this function periodically to learn whether the worker evaluates."""
 
+    def epochs(self, done: int, total: int) -> None:
+        """So many epochs of the loop over epochs are over."""
+
+    def saved(self) -> None:
+        """The last state of a loop that was left is on storage."""
+
+    def missed(self) -> bool:
+        """Whether another worker of this agent waits for this one in a step."""
+        return False
+
     def reset(self) -> None:
         """The job was given up; another one may follow in this process."""
 
@@ -85,7 +95,9 @@ class FilePulse(Pulse):
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._beats = self._begun = self._steps = self._alive = self._flags = 0
-        self._began = -1
+        self._began = self._epochs = -1
+        self._epoch = 0
+        self._directory, self._local_rank = directory, local_rank
         self._phase = Phase.START
         self._evaluating: Callable[[], bool] | None = None
         self._closed = threading.Event()
@@ -126,6 +138,27 @@ class FilePulse(Pulse):
             self._phase, self._steps = phase, steps
             self._write()
 
+    def epochs(self, done: int, total: int) -> None:
+        """So many epochs of the loop over epochs are over."""
+        with self._lock:
+            self._epoch, self._epochs = done, total
+            self._write()
+
+    def saved(self) -> None:
+        """The last state of a loop that was left is on storage."""
+        with self._lock:
+            self._flags |= _SAVED
+            self._write()
+
+    def missed(self) -> bool:
+        """Whether another worker of this agent waits for this one in a step."""
+        ranks = {int(each.name) for each in self._directory.iterdir() if each.name.isdecimal()}
+        others = [read(self._directory, rank) for rank in ranks - {self._local_rank}]
+        return any(
+            each is not None and each.phase is Phase.WAITING and each.steps >= self._steps
+            for each in others
+        )
+
     def follow(self, evaluating: Callable[[], bool]) -> None:
         """Call this function periodically to learn whether the worker evaluates."""
         self._evaluating = evaluating
@@ -135,6 +168,7 @@ class FilePulse(Pulse):
         with self._lock:
             self._evaluating = None
             self._began, self._steps, self._phase = -1, 0, Phase.START
+            self._epoch, self._epochs = 0, -1
             self._beats += 1
             self._write()
 
@@ -145,7 +179,8 @@ class FilePulse(Pulse):
 
     def _write(self) -> None:
         fields = (self._pid, self._beats, self._begun, self._steps, self._began)
-        _RECORD.pack_into(self._map, 0, _MAGIC, *fields, int(self._phase), self._alive, self._flags)
+        more = (int(self._phase), self._alive, self._flags, self._epoch, self._epochs)
+        _RECORD.pack_into(self._map, 0, _MAGIC, *fields, *more)
 
     def _live(self) -> None:
         beats, quiet = 0, 0.0
@@ -160,7 +195,7 @@ class FilePulse(Pulse):
                 flags |= _DEBUGGED
             with self._lock:
                 self._alive += 1
-                self._flags = flags | self._flags & (_HAS_STACKS | _LEFT)
+                self._flags = flags | self._flags & (_HAS_STACKS | _LEFT | _SAVED)
                 self._write()
 
     def _leave(self, pid: int) -> None:
@@ -285,6 +320,12 @@ class Shown:
     """Whether its script has ended, in whatever way."""
     has_stacks: bool
     """Whether it can be asked for its stacks. The signal would end a process that cannot."""
+    saved: bool
+    """Whether the last state of a loop that it has left is on storage."""
+    epoch: int
+    """Epochs of its loop that are over."""
+    epochs: int | None
+    """Epochs of the whole loop; None if that is not known."""
 
 
 def read(directory: Path, local_rank: int) -> Shown | None:
@@ -292,7 +333,8 @@ def read(directory: Path, local_rank: int) -> Shown | None:
     try:
         with open(directory / f"{local_rank}", "rb") as file:
             data = file.read(_RECORD.size)
-        magic, pid, beats, begun, steps, began, phase, alive, flags = _RECORD.unpack(data)
+        magic, *fields, epoch, epochs = _RECORD.unpack(data)
+        pid, beats, begun, steps, began, phase, alive, flags = fields
         known = Phase(phase)
     except (OSError, struct.error, ValueError):
         return None
@@ -310,6 +352,9 @@ def read(directory: Path, local_rank: int) -> Shown | None:
         debugged=bool(flags & _DEBUGGED),
         left=bool(flags & _LEFT),
         has_stacks=bool(flags & _HAS_STACKS),
+        saved=bool(flags & _SAVED),
+        epoch=epoch,
+        epochs=None if epochs < 0 else epochs,
     )
 
 

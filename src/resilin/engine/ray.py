@@ -159,5 +159,5 @@ class RayTrain(Engine):
 class _NoSignals(StopRequest):
     """A stop request without signals: they belong to Ray and reach the main thread."""
 
-    def listen(self) -> None:
+    def listen(self, *, interrupts: bool = False) -> None:
         """Do nothing: signals are not handled."""

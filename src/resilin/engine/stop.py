@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask to stop: that of clusters before they take a machine, and Slurm's notice."""
@@ -41,6 +41,8 @@ class StopRequest:
         self._wakeup: tuple[int, int] | None = None
         self._closed = threading.Event()
         self._event = threading.Event()
+        self.insisted = False
+        """Whether Ctrl-C was pressed again while a request to stop was waiting for its step."""
 
     @property
     def asked(self) -> bool:
@@ -69,8 +71,13 @@ class StopRequest:
 
     # Signals -------------------------------------------------------------------------------
 
-    def listen(self) -> None:
-        """Treat `SIGNALS` as requests from now on; only a warning outside the main thread."""
+    def listen(self, *, interrupts: bool = False) -> None:
+        """Treat `SIGNALS` as requests from now on; only a warning outside the main thread.
+
+        Args:
+            interrupts: Whether Ctrl-C is a request, too, where it has no handler of the script's. A
+                second one interrupts at once.
+        """
         if threading.current_thread() is not threading.main_thread():
             logger.warning("not the main thread: signals cannot be handled as requests to stop")
             return
@@ -84,6 +91,8 @@ class StopRequest:
                 )
                 continue
             self._previous[number] = signal.signal(number, self._handle)
+        if interrupts and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
         _listening.add(self)
         present = signal.set_wakeup_fd(-1)
         if present != -1:
@@ -98,6 +107,26 @@ class StopRequest:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self._take(number)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            self.insisted = True
+            self._forget()
+            signal.default_int_handler(number, frame)
+        logger.warning("interrupted: the job stops after this step (Ctrl-C again: at once)")
+        self._take(number)
+
+    def _forget(self) -> None:
+        self.signal = self.reason = None
+        self._event.clear()
+
+    def leave(self) -> NoReturn:
+        """End the main thread as the request says: Ctrl-C as it would have ended it itself."""
+        if self.signal == signal.SIGINT:
+            # A script may catch it and train again, as a cell of a notebook does.
+            self._forget()
+            raise KeyboardInterrupt
+        raise SystemExit(self.exit_code)
 
     def _take(self, number: int) -> None:
         if self.reason is None:

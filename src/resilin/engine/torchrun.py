@@ -119,4 +119,4 @@ class Torchrun(Engine):
             raise SystemExit(self.stop.exit_code if self.stop.asked else RESTART)
         if self.restartable and not self.orphaned() and self.stop.signal != signal.SIGTERM:
             os.kill(self._agent, signal.SIGTERM)
-        raise SystemExit(self.stop.exit_code)
+        self.stop.leave()

@@ -24,10 +24,15 @@ _ELSEWHERE = {"generation", "loss", "metrics", "sqr_norm", "trace"}
 NOTED = 64
 """Number of latest events that are kept: of marks, and of other events."""
 
-State = Literal["waiting", "running", "silent", "hung", "stopped", "gave up", "finished"]
+State = Literal["waiting", "running", "silent", "hung", "stopped", "gave up", "ended", "finished"]
 """State of a run: `waiting` has no event yet, `silent` had none recently; `hung` had a worker that
-was ended for it, and no step since."""
-_AFTER: dict[str, State] = {"worker_hung": "hung", "stopped": "stopped", "gave_up": "gave up"}
+was ended for it, and no step since; `ended` has left its loop before its epochs were over."""
+_AFTER: dict[str, State] = {
+    "worker_hung": "hung",
+    "stopped": "stopped",
+    "gave_up": "gave up",
+    "left": "ended",
+}
 """Faults that are the state of a run until its next start or step."""
 
 

@@ -32,6 +32,7 @@ _STATE_STYLES: dict[State, str] = {
     "hung": "bold red",
     "stopped": "yellow",
     "gave up": "bold red",
+    "ended": "yellow",
     "finished": "cyan",
 }
 _EVENT_STYLES = {"rescale": "yellow", "fault": "bold red", "decision": "cyan", "checkpoint": "blue"}
@@ -98,6 +99,7 @@ class View:
                 "hung": f"hung {span(now - status.last)} ago",
                 "stopped": f"stopped after {span(status.last - status.began)}",
                 "gave up": f"gave up after {span(status.last - status.began)}",
+                "ended": f"ended early after {span(status.last - status.began)}",
                 "finished": f"finished after {span(status.last - status.began)}",
             }[state]
         name = clean(status.name)

@@ -18,7 +18,7 @@ from resilin.training.ballot import Voter
 from resilin.training.data.iteration import Iterations
 from resilin.training.events import Events
 from resilin.training.model import TrainedModel
-from resilin.training.records import MicroBatch
+from resilin.training.records import Left, MicroBatch
 from resilin.training.report.measured import Measured
 from resilin.training.report.recorder import Recorder
 from resilin.training.report.reporter import Reporter
@@ -74,6 +74,10 @@ class Job:
     """Whether the batch size of that loader depends on the noise, which is measured then."""
     voters: list[Voter] = field(default_factory=list)
     """Members of the ballots, in the same order on all replicas."""
+    left: Left | None = None
+    """What the last pass over the data that trains has left; None before its end."""
+    torn: bool = False
+    """Whether an error came out of the optimizer's step: it may have changed some parameters."""
     extensions: dict[str, Any] = field(default_factory=dict)
     """Objects that integrations of frameworks keep for the length of the job, by name."""
     _engine: Engine | None = None

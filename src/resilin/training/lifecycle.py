@@ -19,6 +19,7 @@ from resilin.engine.changes import Changes
 from resilin.training import hints
 from resilin.training.gradient.step import StepGradient
 from resilin.training.job import Job
+from resilin.training.leaving import finish, save_at_end
 from resilin.training.model import TrainedModel
 from resilin.training.records import StepOutcome
 from resilin.training.report.recorder import Recorder, log_directory
@@ -139,6 +140,7 @@ def start(job: Job) -> Recovery:
             job.live.report = job.recorder.reformed
         if job.engine.pulse.shown:
             _show(job)
+        save_at_end()
     job.recovery.listen()
     return job.recovery
 
@@ -196,7 +198,12 @@ def make_step(job: Job, own: Callable[[], Any]) -> Any:
         commit_step(job, StepOutcome.FAILED)
         return None
     model.check_replicas()
-    result = model.step_optimizer(own)
+    try:
+        result = model.step_optimizer(own)
+    except BaseException:
+        job.torn = True
+        raise
+    job.torn = False
     commit_step(job, StepOutcome.COMMITTED)
     return result
 
@@ -283,12 +290,6 @@ def end_training(job: Job) -> None:
     recovery.between_steps()
     recovery.finish()
     finish(job)
-
-
-def finish(job: Job) -> None:
-    """Reports that the training is over."""
-    hints.finish(job)
-    job.engine.pulse.beat(Phase.DONE, job.clock.steps)
 
 
 def leave_out_pass(job: Job) -> None:

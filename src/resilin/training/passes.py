@@ -25,6 +25,7 @@ from resilin.training.data.reading import Handed, Reading
 from resilin.training.data.sampled import reordered
 from resilin.training.data.supply import Supply
 from resilin.training.job import Job
+from resilin.training.leaving import pass_is_over
 from resilin.training.lifecycle import (
     begin_step,
     end_epoch,
@@ -128,10 +129,15 @@ class Passes:
             # Where the loop has read ahead, the last steps of the pass are still to come.
             if not (complete and current.reading.over):
                 if not complete:
+                    if training and current.made and self.is_over(current, current.position):
+                        # It was left in the body of its last step.
+                        self._end_pass(current)
                     self._supply.close(current, complete=False)
                 job.iterations.end(current)
                 if self._iteration is current:
                     self._iteration = outer
+                if training:
+                    pass_is_over(job)
 
     def _read(self, current: Iteration) -> Iterator[Any]:
         """The batches of a pass, as the loop asks for them."""
@@ -360,9 +366,12 @@ class Passes:
         self._supply.close(current, complete=by_data)
         self._sizes.pause()
         if current.training:
-            passes = self.cursor.passes
-            self.cursor.passes = passes.end(current.enclosing, job.iterations.positions())
+            self._end_pass(current)
             end_epoch(job, current, at_once=not current.reading.over)
+
+    def _end_pass(self, current: Iteration) -> None:
+        positions = self._job.iterations.positions()
+        self.cursor.passes = self.cursor.passes.end(current.enclosing, positions)
 
     def is_over(self, current: Iteration, position: int, clock: Clock | None = None) -> bool:
         """Whether its epoch ends at this position: by progress if there is a goal, else by data.

@@ -38,6 +38,15 @@ class MicroBatch:
     """Whether the model may train on it; False in a loop that started as an evaluation."""
 
 
+class Left(NamedTuple):
+    """What a pass over the data has left."""
+
+    num_processes: int
+    """Processes that have made it."""
+    sample: list[Tensor]
+    """A few numbers of each tensor of the model."""
+
+
 class StepSizes(NamedTuple):
     """Sizes of a step."""
 

@@ -124,7 +124,7 @@ class Launcher:
         finally:
             self._kill_all()
             self._session.close()
-        say(f"finished{self._budget.used_up}")
+        say(f"{self._watchdog.ending()}{self._budget.used_up}")
 
     # Of the session, for the main thread ---------------------------------------------------
 

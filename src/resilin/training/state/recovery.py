@@ -171,7 +171,8 @@ class Recovery:
         if not self.active or self._listening:
             return
         self._listening = True
-        self._engine.stop.listen()
+        # Ctrl-C under a launcher is the launcher's.
+        self._engine.stop.listen(interrupts=not self._engine.restartable)
         self._engine.watch(self._last_words)
 
     # Between steps -------------------------------------------------------------------------
@@ -280,18 +281,42 @@ class Recovery:
             logger.exception("the memory copy was not saved")
         self._flush_log()
 
+    @property
+    def listening(self) -> bool:
+        """Whether there is state to keep, and the training is not over."""
+        return self.active and self._listening
+
     def finish(self) -> None:
         """The job is done: its last state is saved, and memory is given back when it exits."""
-        if not self.active or not self._listening:
+        if not self.listening:
             return
         self._engine.require_members()
         self._copies.wait()
         self._save_last()
+        self._end(forgets=True)
+
+    def leave(self) -> bool:
+        """All replicas have left the loop: the last state is saved, or kept in memory. Collective.
+
+        Returns:
+            Whether it is on storage.
+        """
+        self._engine.require_members()
+        self._copies.wait()
+        saved = self._save_last() and self._saves.checkpoints is not None
+        if not saved:
+            self._copies.keep(self._version())
+            self._copies.wait()
+        # Only the launcher can say where they are.
+        self._end(forgets=saved or environment.MEMORY_DIR not in os.environ)
+        return saved
+
+    def _end(self, *, forgets: bool) -> None:
         self._engine.finish()
         self._engine.unwatch()
         self._engine.stop.release()
         self._listening = False
-        memory = self._copies.memory
+        memory = self._copies.memory if forgets else None
         if not self._engine.exits:
             # A process that is killed tidies up now or never; not before all replicas are done.
             self._engine.gather(None)
@@ -301,15 +326,19 @@ class Recovery:
             self._finish_registered = True
             atexit.register(_forget, memory)
 
-    def _save_last(self) -> None:
+    def _save_last(self) -> bool:
         """Saves the state with which the job ends, again if a member is lost in it."""
         for _ in range(ATTEMPTS):
-            if self._saves.save(self._version()) or not self._engine.live:
-                return
+            if self._saves.save(self._version()):
+                return True
+            if not self._engine.live:
+                return False
             self._engine.ask(lambda members: members.gather(None))
+        return False
 
     def close(self) -> None:
         """Gives signals their handlers back and ends the watch. Copies in memory stay."""
+        self._listening = False
         # As the end of a process would.
         try:
             self._copies.close()
