@@ -1,6 +1,7 @@
 """Cost of the elastic step: processor time per optimizer step, over that of plain DDP.
 
-    python benchmarks/overhead.py [--quick] [--check] [--peers | --telemetry | --live | --fsdp]
+    python benchmarks/overhead.py [--quick] [--check]
+                                  [--peers | --telemetry | --identity | --live | --fsdp]
                                   [--minutes N]
 
 Models of 67k, 4M and 25M parameters and one of 64 layers, on 1 and 2 processes. A process has
@@ -24,9 +25,10 @@ control was not sharp (`ratios.py`).
 With `--peers`, FairScale's AdaScale and AdaptDL take turns too, if they are installed; on two
 processes, because nobody can tell AdaptDL to accumulate just two micro-batches on one. With
 `--telemetry` the equal contenders are resilin without an event log, beside one with it; the loss of
-each step is recorded by all of them. With `--live` they are resilin as `resilin run` starts it,
-beside the same in a live job whose members stay. With `--fsdp` the model is sharded over two
-processes with `fully_shard`, and `plain` is plain FSDP2.
+each step is recorded by all of them. With `--identity` they are resilin that takes the batch handed
+out last for the one that is trained, beside one that looks. With `--live` they are resilin as
+`resilin run` starts it, beside the same in a live job whose members stay. With `--fsdp` the model
+is sharded over two processes with `fully_shard`, and `plain` is plain FSDP2.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from typing import Any
 import torch
 from contest import Contender, Outcome, contest
 from harness import finish
-from overhead_jobs import CONTENDERS, LIVE, PEERS, SHARDED, TELEMETRY, Model
+from overhead_jobs import CONTENDERS, IDENTITY, LIVE, PEERS, SHARDED, TELEMETRY, Model
 from ratios import Ratio, Verdict, verdict
 
 MODELS = {
@@ -68,6 +70,7 @@ FSDP_LIMITS = {
     for kind, limit in (("default", 1.03), ("every", 1.08))
 }
 TELEMETRY_LIMIT = 1.01
+IDENTITY_LIMIT = 1.005
 LIVE_LIMIT = 1.02
 MINUTES = 60.0
 QUICK_MINUTES = 1.0
@@ -75,6 +78,7 @@ QUICK_MINUTES = 1.0
 
 def contenders_of(model: Model, world: int, args: argparse.Namespace) -> dict[str, Contender]:
     chosen = TELEMETRY if args.telemetry else LIVE if args.live else CONTENDERS
+    chosen = IDENTITY if args.identity else chosen
     makers = dict(SHARDED if args.fsdp else chosen)
     model = replace(model, sharded=args.fsdp)
     if args.peers:
@@ -130,6 +134,7 @@ def main() -> None:
     others = parser.add_mutually_exclusive_group()
     others.add_argument("--peers", action="store_true", help="measure FairScale and AdaptDL, too")
     others.add_argument("--telemetry", action="store_true", help="measure what events cost")
+    others.add_argument("--identity", action="store_true", help="measure telling batches apart")
     others.add_argument("--live", action="store_true", help="measure live over restarting jobs")
     others.add_argument("--fsdp", action="store_true", help="measure sharded models, over FSDP2")
     args = parser.parse_args()
@@ -146,6 +151,8 @@ def main() -> None:
     name, equal = "overhead", ("plain", "control")
     if args.telemetry:
         name, equal = "telemetry", ("without", "without_again")
+    elif args.identity:
+        name, equal = "identity", ("without", "without_again")
     elif args.live:
         name, equal = "overhead_live", ("restart", "restart_again")
     elif args.fsdp:
@@ -164,8 +171,9 @@ def main() -> None:
         for kind, ratio in ratios_of(outcome).items():
             key = f"{row}_{kind}"
             limit = (FSDP_LIMITS if args.fsdp else LIMITS).get(key)
-            if args.telemetry or args.live:
+            if args.telemetry or args.live or args.identity:
                 limit = LIVE_LIMIT if args.live else TELEMETRY_LIMIT
+                limit = IDENTITY_LIMIT if args.identity else limit
             if limit is not None:
                 limits[key] = limit
                 verdicts[key] = figures[f"{key}_verdict"] = verdict(ratio, limit, outcome.control)

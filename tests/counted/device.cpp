@@ -5,6 +5,8 @@
 //   read    the host waits for a value: item(), tolist(), bool(), nonzero(), a copy to pageable
 //           memory, or a copy to pinned memory that is not asynchronous
 //   upload  a copy from the host that is not asynchronous, or not from pinned memory
+//   send    a copy from pinned memory of the host that is asynchronous, in another stream than 0
+//   order   a stream waits for an event of another one; the host does not
 //   fetch   an asynchronous copy to pinned memory; until an event or a wait shows that it is
 //           complete, the target holds bytes of 0xff, so whoever looks too early gets NaN
 //   query   an event or a stream is asked whether the device has passed it
@@ -45,6 +47,8 @@ const c10::Device kDevice(kKind, 0);
 PyObject* listener = nullptr;  // never freed: threads of torch may outlive the interpreter
 thread_local int unseen = 0;
 std::atomic<int64_t> ticks{0};
+thread_local c10::StreamId current_stream = 0;
+std::atomic<c10::StreamId> last_stream{0};
 
 void tell(const char* what, const std::string& how, int64_t age = 0) {
   if (unseen > 0 || listener == nullptr) {
@@ -231,7 +235,9 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
       target.copy_(on_host(source));
     }
   } else {
-    if (source.numel() > 0 && !(non_blocking && is_pinned(source.const_data_ptr()))) {
+    if (source.numel() > 0 && non_blocking && is_pinned(source.const_data_ptr())) {
+      if (current_stream != 0) tell("send", "copy of " + shape(source) + " in stream " + std::to_string(current_stream));
+    } else if (source.numel() > 0) {
       const bool pinned = is_pinned(source.const_data_ptr());
       tell("upload", "copy of " + shape(source) + " from " + (pinned ? "pinned" : "pageable") +
            " memory" + (non_blocking ? "" : ", blocking"));
@@ -469,9 +475,6 @@ struct Mark {
   std::chrono::steady_clock::time_point time;
 };
 
-thread_local c10::StreamId current_stream = 0;
-std::atomic<c10::StreamId> last_stream{0};
-
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
     return kKind;
@@ -514,7 +517,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     *static_cast<Mark*>(*event) = {newest(), ticks, 0, std::chrono::steady_clock::now()};
   }
-  void block(void*, const c10::Stream&) const override {}
+  void block(void* event, const c10::Stream& stream) const override {
+    tell("order", "stream " + std::to_string(stream.id()) + " waits for an event",
+         ticks - static_cast<Mark*>(event)->tick);
+  }
   bool queryEvent(void* event) const override {
     if (event == nullptr) {
       return true;
@@ -595,6 +601,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
+void record_stream(at::Tensor&, at::Stream) {}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
 }
@@ -604,6 +612,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty_strided", empty_strided);
   library.impl("_copy_from", copy_from);
   library.impl("_local_scalar_dense", local_scalar);
+  library.impl("record_stream", record_stream);
   library.impl("set_.source_Tensor", set_tensor);
   library.impl("set_.source_Storage", set_whole_storage);
   library.impl("set_.source_Storage_storage_offset", set_storage);

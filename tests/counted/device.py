@@ -35,7 +35,7 @@ class Told(NamedTuple):
     """Something that the device has noticed."""
 
     what: str
-    """`read`, `upload`, `fetch`, `query` or `wait`."""
+    """`read`, `upload`, `send`, `order`, `fetch`, `query` or `wait`."""
     how: str
     """Which tensor, and from where to where."""
     age: int

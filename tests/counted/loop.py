@@ -42,6 +42,8 @@ class Setup:
     events: Path | None = None
     checkpoints: Path | None = None
     memory_every: int | None = None
+    prefetch: bool = False
+    """Whether the loader copies batches to the device, and not the loop."""
 
     def but(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -102,7 +104,7 @@ def train(counted: Counted, setup: Setup, replicas: int = 1) -> Run:
     stats = resilin.Accumulator() if setup.accumulator else None
     started, ticks = False, 0
     for _ in resilin.remaining_epochs_until(1):
-        for x, y in loader:
+        for x, y in loader.prefetch(counted.device.type) if setup.prefetch else loader:
             if model.clock.steps == WARM_UP + STEPS:
                 break  # all that follows the last step, up to the next one, has been done
             if model.clock.steps >= WARM_UP and not started:
@@ -112,7 +114,8 @@ def train(counted: Counted, setup: Setup, replicas: int = 1) -> Run:
             if model.clock.steps > ticks:
                 ticks = model.clock.steps
                 counted.tick()
-            x, y = pinned(x, counted.device), pinned(y, counted.device)
+            if not setup.prefetch:
+                x, y = pinned(x, counted.device), pinned(y, counted.device)
             if setup.tokens:
                 with model.weight(float(x.shape[0] + model.clock.steps % 3)):
                     loss = nn.functional.cross_entropy(model(x), y)

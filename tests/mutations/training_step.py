@@ -47,15 +47,15 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="the cursor stays until the step is committed",
         path="training/passes.py",
-        old="        current.span = span\n",
-        new="        current.span = span\n        self.cursor.position = span.stop\n",
+        old="        planned.steps = job.clock.steps\n",
+        new="        self.cursor.position = span.stop\n",
         test="tests/training/test_parallel.py::"
         "test_an_optimizer_that_raises_keeps_its_own_values_and_commits_nothing",
     ),
     Mutation(
         promise="the cursor moves with the commit and not later",
         path="training/lifecycle.py",
-        old="    job.iterations.commit()\n",
+        old="    job.iterations.commit(timeline.clock.progress - clock.progress)\n",
         new="",
         test="tests/training/test_lifecycle.py::test_a_failed_step_moves_nothing",
     ),
@@ -204,8 +204,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="a short last batch has its full learning rate",
         path="training/passes.py",
-        old="scale = step_scale(len(span), batch_size, supply.reference.batch_size)",
-        new="scale = len(span) / supply.reference.batch_size",
+        old="return step_scale(len(planned.span), planned.batch_size, reference)",
+        new="return len(planned.span) / reference",
         test="tests/training/test_parallel.py::test_at_the_reference_batch_nothing_changes",
     ),
     Mutation(
@@ -310,12 +310,76 @@ MUTATIONS: list[Mutation] = [
         test="tests/training/data/test_passes.py::"
         "test_a_changed_dataset_is_refused_in_the_middle_of_an_epoch",
     ),
+    # Batches that are read ahead -----------------------------------------------------------
+    Mutation(
+        promise="a batch that was left out is told from one that was read ahead",
+        path="training/data/iteration.py",
+        old="                for _ in range(max(known) if index is None else index):",
+        new="                for _ in range(0):",
+        test="tests/training/data/test_reading.py::"
+        "test_batches_that_are_left_out_are_told_from_those_that_were_read_ahead",
+    ),
+    Mutation(
+        promise="where data end is asked with the size of the step that would follow",
+        path="training/passes.py",
+        old="return self._supply.is_over(current, position, clock)",
+        new="return self._supply.is_over(current, position)",
+        test="tests/training/data/test_reading.py::"
+        "test_a_remainder_is_dropped_by_the_size_of_its_step",
+    ),
+    Mutation(
+        promise="a batch that was normalised is recognised",
+        path="training/data/reading.py",
+        old="(_same_memory, _same_numbers, _same_pattern) if copies",
+        new="(_same_memory, _same_numbers) if copies",
+        test="tests/training/data/test_reading.py::test_a_batch_that_was_normalised_is_recognised",
+    ),
+    Mutation(
+        promise="several steps on one batch count once for the epoch",
+        path="training/data/iteration.py",
+        old="(gain if each.used else 0.0)",
+        new="0.0",
+        test="tests/training/data/test_reading.py::"
+        "test_several_steps_on_one_batch_count_once_for_the_epoch",
+    ),
+    Mutation(
+        promise="one loss over unequal parts of steps is refused",
+        path="training/data/iteration.py",
+        old="        if not (place and same):\n",
+        new="        if not place:\n",
+        test="tests/training/data/test_reading.py::"
+        "test_one_loss_over_unequal_parts_of_steps_is_refused",
+    ),
+    Mutation(
+        promise="what was prefetched is the step that begins, or is dropped",
+        path="training/data/iteration.py",
+        old="if (first.span, first.plan) == (planned.span, planned.plan):",
+        new="if first.span.start == planned.span.start:",
+        test="tests/training/data/test_reading.py::"
+        "test_what_was_prefetched_has_the_size_of_its_step",
+    ),
+    Mutation(
+        promise="what is queued after a prefetched batch runs after its copy",
+        path="training/data/copier.py",
+        old="                stream.wait_event(self._event)\n",
+        new="",
+        test="tests/training/test_host_reads.py::"
+        "test_prefetched_batches_are_copied_beside_the_steps_before_theirs",
+    ),
+    Mutation(
+        promise="a step is not repeated with batches that the loop has",
+        path="training/loader.py",
+        old=" or iteration.reading.ahead:\n",
+        new=":\n",
+        test="tests/training/data/test_reading.py::"
+        "test_a_step_that_needs_too_much_memory_is_repeated_unless_the_loop_has_later_batches",
+    ),
     # Batch sizes ---------------------------------------------------------------------------
     Mutation(
         promise="a step that ran out of memory is repeated from its first sample",
-        path="training/passes.py",
-        old="                index, used = 0, 0\n",
-        new="                index = 0\n",
+        path="training/data/planned.py",
+        old="self.sizes = sizes\n        self.read = self._used = 0",
+        new="self.sizes = sizes\n        self.read = 0",
         test="tests/training/sizing/test_autoscale.py::"
         "test_running_out_of_memory_repeats_the_step_in_smaller_pieces",
     ),

@@ -27,6 +27,7 @@ SETUPS = {
     "records": Setup(record=True, events=Path("events"), accumulator=True),
     "autoscaling": Setup(autoscale=True),
     "recovery": Setup(checkpoints=Path("checkpoints"), memory_every=10**6),
+    "prefetch": Setup(prefetch=True, micro_batches=2),
     "copies": Setup(checkpoints=Path("checkpoints"), memory_every=2),
 }
 OF_TORCH = ("torch/amp/grad_scaler.py", "_maybe_opt_step")
@@ -94,6 +95,14 @@ def test_no_host_read_of_two_replicas(
 ):
     group.join()
     check(counted, monkeypatch, shared_path, SETUPS[name].but(measured=measured), 2)
+
+
+@pytest.mark.world_size(1)
+def test_prefetched_batches_are_copied_beside_the_steps_before_theirs(counted):
+    run = train(counted, Setup(prefetch=True))
+    assert len({told.how.partition("] ")[2] for told in run.of("send")}) == 1
+    assert [told.age for told in run.of("order")] == [2] * STEPS
+    assert len(run.of("send")) == 2 * STEPS
 
 
 def of_optimizer(self):

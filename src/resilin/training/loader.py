@@ -25,6 +25,7 @@ from resilin.core.stream import TAILS, Tail
 from resilin.engine import devices, overrides
 from resilin.streams.adapt import as_stream
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
+from resilin.training.data.copier import Copier
 from resilin.training.data.indexed import IndexedSupply, batches_of
 from resilin.training.data.order import DataOrder
 from resilin.training.data.shards.cursor import ShardCursor
@@ -194,13 +195,31 @@ class AdaptiveDataLoader:
         return int(-(-self._batches.steps_per_epoch // 1))
 
     def __iter__(self) -> Iterator[Any]:
+        self._check_job()
+        yield from self._passes.run(self)
+
+    def prefetch(self, device: torch.device | str, ahead: int = 2) -> Iterator[Any]:
+        """One pass, as iterating gives it, with each batch on a device before it is asked for.
+
+        Copies run beside the computation: from pinned memory, in a stream of their own. A batch
+        that is copied early is not used early: a kill loses none, and a change of size or of
+        replicas copies again. The batches of a stream are copied when their step begins.
+
+        Args:
+            device: Where to. On a CPU batches are only fetched early.
+            ahead: Batches that are on their way while the loop has one.
+        """
+        copier = Copier.to(device, _validate.whole("ahead", ahead, at_least=0))
+        self._check_job()
+        yield from self._passes.run(self, copier)
+
+    def _check_job(self) -> None:
         if self.job is not current_job():
             # The model of another job would take its batches for those of a plain DataLoader.
             raise RuntimeError(
                 "this AdaptiveDataLoader belongs to a job that reset_job() has ended: a loader and "
                 "the model that trains on it have to be of one job; make the loader again"
             )
-        yield from self._passes.run(self)
 
     @property
     def has_index(self) -> bool:
@@ -353,7 +372,8 @@ class AdaptiveDataLoader:
         now on; the global batch stays. It cannot help when other replicas have received a part of
         the gradient already, late in the backward pass, or in the optimizer: then the error is
         raised, as without this. The repeated step has more micro-batches on this replica than on
-        the others, so a module with collectives in its forward pass cannot repeat one.
+        the others, so a module with collectives in its forward pass cannot repeat one. Nor can a
+        loop that has read later batches: they are there in the size that was too large.
         """
         try:
             yield
@@ -361,7 +381,9 @@ class AdaptiveDataLoader:
         except torch.OutOfMemoryError as error:
             size, iteration = self.current_samples, self._passes.iteration
             trained = self.job.trained
-            if trained is None or iteration is None or size < 2 or not trained.drop_step():
+            if trained is None or iteration is None or size < 2 or iteration.reading.ahead:
+                raise
+            if not trained.drop_step():
                 raise
             reason = str(error).partition("\n")[0]
         # Out of the handler: the traceback holds on to what has to be freed.

@@ -18,6 +18,7 @@ from resilin.core.clock import Clock, step_scale
 from resilin.core.membership import Membership
 from resilin.core.plan import BatchPlan
 from resilin.engine import overrides
+from resilin.training.data.copier import Copier, Fetched
 from resilin.training.data.cursor import FormerNames, LoaderName
 from resilin.training.data.iteration import Iteration
 from resilin.training.data.planned import Planned
@@ -106,17 +107,19 @@ class Passes:
 
     # A pass --------------------------------------------------------------------------------
 
-    def run(self, loader: object) -> Iterator[Any]:
+    def run(self, loader: object, copier: Copier | None = None) -> Iterator[Any]:
         """One pass: the micro-batches of one epoch, for the loop of the script.
 
         Args:
             loader: The loader that is iterated; only its identity is used.
+            copier: Copies its batches to a device; None leaves them where they are.
         """
         job = self._job
         training = job.trained is not None and job.trained.trains
         if training and not self._begin(loader):
             return
         current = self._open(loader, training=training)
+        current.copier = copier
         outer, self._iteration = self._iteration, current
         if current.moves:
             self._latest = current
@@ -192,16 +195,24 @@ class Passes:
 
     def _take_ahead(self, current: Iteration) -> Any:
         """A batch whose step has not begun, for the loop."""
-        if current.copies:
-            planned, index, batch = current.copies.popleft()
-        else:
+        self._fetch(current)
+        if not current.fetched:
+            return _END
+        fetched = current.fetched.popleft()
+        batch = fetched.batch()
+        current.reading.ahead.append(Handed.of(batch, fetched.span, fetched.weight))
+        return batch
+
+    def _fetch(self, current: Iteration) -> None:
+        """Fetches the next batch, and those that are to be on their way to the device."""
+        copier = current.copier
+        while len(current.fetched) <= (0 if copier is None else copier.ahead):
             planned = self._foresee(current)
             if planned is None or planned.is_read:
-                return _END
-            index, batch = planned.read, planned.fetch()
-        weight = self._weigh(batch, planned.sizes[index])
-        current.reading.ahead.append(Handed.of(batch, planned.span, weight))
-        return batch
+                return
+            count, batch = planned.sizes[planned.read], planned.fetch()
+            weight = self._weigh(batch, count)
+            current.fetched.append(Fetched.of(batch, planned.span, weight, copier))
 
     def _foresee(self, current: Iteration) -> Planned | None:
         """The step of the next batch that nobody has read.
@@ -323,7 +334,7 @@ class Passes:
 
     def _epoch(self, current: Iteration) -> Iterator[Any]:
         job = self._job
-        while current.planned or not (
+        while current.reading.ahead or not (
             current.reading.over or self.is_over(current, current.position)
         ):
             if current.training:
@@ -336,22 +347,22 @@ class Passes:
                         f"while the loop had read {len(current.reading.ahead)} batches ahead of "
                         f"{current.position}: load its state between two passes"
                     )
-                current.planned.clear()
-                current.copies.clear()
+                current.drop_ahead()
                 current.membership = membership
                 current.position = self.cursor.position
                 if self.is_over(current, current.position):
                     continue  # others have committed the step that was lost here
             if current.training and not self._sizes.memory.agree():
                 continue
-            if current.planned:
-                planned = current.planned.popleft()
-            else:
+            planned = current.planned[0] if current.reading.ahead else None
+            if planned is None:
                 batch_size = self._sizes.now()
                 span = self._supply.span(current, batch_size)
                 if not span:
                     continue  # a replica was lost, or the data are over
-                planned = self._planned(current, span, batch_size)
+                planned = current.foreseen(self._planned(current, span, batch_size))
+            else:
+                current.planned.popleft()
             yield from self._step(current, planned)
             end_lost_step(job)
             if job.iterations.must_reissue(current):
@@ -381,10 +392,10 @@ class Passes:
             position: The position.
             clock: The clock there, if steps before it are still to be made.
         """
-        goal = self._goal(current, made=current.made or clock is not None)
+        goal = self._goal(current, made=current.made or (current.training and clock is not None))
         batches = self._supply.batches
         if goal is None or batches is None:
-            return self._supply.is_over(current, position)
+            return self._supply.is_over(current, position, clock)
         return batches.reaches(current.own_progress(clock or self._job.clock), goal)
 
     def _goal(self, current: Iteration, *, made: bool) -> int | None:
@@ -439,9 +450,7 @@ class Passes:
                 most = max(1, current.repeats_below // 2)
                 smaller = BatchPlan(sum(planned.sizes), 1, max_local_bsz=most)
                 planned.again(smaller.micro_batches(0))
-                for each in current.planned:
-                    each.again()
-                current.copies.clear()
+                current.drop_ahead()
                 index, current.repeats_below = 0, None
         if job.trained is None:
             sizing.count_step(**common)
@@ -452,8 +461,9 @@ class Passes:
         if reading.first is not None:
             batch, weight = None, reading.first.weight
         else:
-            batch = current.copies.popleft()[2] if current.copies else planned.fetch()
-            weight = self._weigh(batch, count)
+            self._fetch(current)
+            fetched = current.fetched.popleft()
+            batch, weight = fetched.batch(), fetched.weight
         current.batch = batch
         micro_batch = MicroBatch(
             number=self._job.iterations.next_number(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from resilin.core.clock import step_scale
+from resilin.core.clock import Clock, step_scale
 from resilin.core.plan import BatchPlan
 from resilin.training.job import Job
 from resilin.training.sizing.batch_size import BatchSizes
@@ -23,9 +23,9 @@ class StepPlans:
         """The next batch size and its split."""
         self._reference = reference
 
-    def batch_size(self) -> int:
-        """The global batch size of the next step."""
-        return self.sizes.now()
+    def batch_size(self, clock: Clock | None = None) -> int:
+        """The global batch size of the next step, or of one that begins at a later clock."""
+        return self.sizes.now(clock)
 
     def pieces(self, samples: int, batch_size: int, *, training: bool) -> BatchPlan:
         """The split of a step as it is run.

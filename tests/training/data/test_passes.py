@@ -237,6 +237,13 @@ def made_anew_and_growing(life):
         life.moment()
 
 
+def prefetched(life):
+    data = loader()
+    for _ in resilin.remaining_epochs_until(2):
+        train_all(life, data.prefetch("cpu"))
+        life.moment()
+
+
 def in_turn(life):
     a, b = loader(rows(12)), loader(rows(16, 100))
     for _ in resilin.remaining_epochs_until(2):
@@ -277,6 +284,7 @@ PROGRAMS = [
     read_ahead,
     growing,
     made_anew_and_growing,
+    prefetched,
     in_turn,
     one_phase_after_the_other,
 ]

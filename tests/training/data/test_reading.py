@@ -7,6 +7,8 @@ import collections
 import itertools
 import queue
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,7 +66,30 @@ def on_a_thread(batches):
     thread.join()
 
 
-READERS = [ahead, lambda b: ahead(b, 3), as_preloaded, on_a_thread, list, lambda b: ahead(list(b))]
+def chained(batches):
+    """Looks at the first batch, and trains it with the others."""
+    batches = iter(batches)
+    return itertools.chain([next(batches)], batches)
+
+
+def normalised(batches):
+    """As of apex and timm: the next batch is normalised on the device."""
+    for x, y in ahead(batches):
+        yield x.float().double() / 2 + 1, y
+
+
+READERS = {
+    "one ahead": ahead,
+    "three ahead": lambda b: ahead(b, 3),
+    "preloaded": as_preloaded,
+    "thread": on_a_thread,
+    "list": list,
+    "of a list": lambda b: ahead(list(b)),
+    "zip": lambda b: (batch for _, batch in zip(itertools.count(), ahead(b), strict=False)),
+    "chain": chained,
+    "prefetch": lambda b: b.prefetch("cpu"),
+    "prefetch, three ahead": lambda b: ahead(b.prefetch("cpu", ahead=2), 3),
+}
 
 
 class Run:
@@ -110,12 +135,43 @@ def epochs(num=EPOCHS, rows=ROWS, size=BATCH):
 
 @pytest.mark.parametrize("most", [None, 6])
 @pytest.mark.parametrize("rule", ["auto", "linear"])
-@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 def test_a_loop_that_reads_ahead_trains_each_batch_as_its_own(read, rule, most):
     run = Run(most, rule)
     for _ in resilin.remaining_epochs_until(EPOCHS):
         for x, y in read(run.loader):
             run.step(x, y)
+    run.check(epochs())
+
+
+def test_a_batch_that_was_normalised_is_recognised():
+    run = Run(rule="linear")
+    for _ in resilin.remaining_epochs_until(EPOCHS):
+        for number, (x, y) in enumerate(normalised(run.loader)):
+            if number:  # left out: the first batch of each epoch
+                run.step(x, y)
+    run.check((x.float().double() / 2 + 1, y) for n, (x, y) in enumerate(epochs()) if n % 4)
+
+
+@pytest.mark.parametrize("kind", ["object", "array", "mapping"])
+def test_batches_of_other_kinds_are_recognised(kind):
+    def collate(samples):
+        x, y = torch.utils.data.default_collate(samples)
+        return {
+            "object": SimpleNamespace(inside=SimpleNamespace(x=x), y=y),
+            "array": (x.numpy(), y.numpy()),
+            "mapping": collections.UserDict(x=x, y=y),
+        }[kind]
+
+    run = Run(collate_fn=collate)
+    for _ in resilin.remaining_epochs_until(EPOCHS):
+        for batch in ahead(run.loader.prefetch("cpu")):
+            if kind == "object":
+                run.step(batch.inside.x.clone(), batch.y)
+            elif kind == "array":
+                run.step(*map(torch.from_numpy, batch))
+            else:
+                run.step(batch["x"].clone(), batch["y"])
     run.check(epochs())
 
 
@@ -175,6 +231,30 @@ def test_the_batch_size_of_a_step_is_decided_when_it_is_read():
     assert sum(sizes) >= ROWS
 
 
+@pytest.mark.parametrize("read", [list, iter, lambda b: b.prefetch("cpu")])
+def test_a_remainder_is_dropped_by_the_size_of_its_step(read):
+    run, sizes = Run(rule="linear", drop_last=True), []
+    run.loader.set_batch_size(lambda clock: (20, 41)[clock.steps])
+    for x, y in read(run.loader):
+        sizes.append(len(x))
+        run.step(x, y)
+    assert sizes == [20, 41]
+    run.loader.set_batch_size(lambda clock: (20, 42)[clock.steps - 2])
+    sizes = [len(x) for x, y in read(run.loader) if run.step(x, y) is None]
+    assert sizes == [20]  # 41 are left
+
+
+def test_a_batch_whose_forward_pass_fails_may_be_left_out_of_its_step():
+    run = Run(most=6)
+    for number, (x, y) in enumerate(list(run.loader)):
+        if number == 1:
+            run.model(x)
+            run.optimizer.step()  # waits
+            continue
+        run.step(x, y)
+    assert run.model.clock.samples == ROWS - 5
+
+
 def test_a_loop_that_is_left_loses_no_batch_that_was_read():
     run = Run(rule="linear")
     used = []
@@ -191,7 +271,7 @@ def test_a_loop_that_is_left_loses_no_batch_that_was_read():
 
 def test_other_tensors_than_those_of_the_batch_have_to_be_told():
     run = Run()
-    changed = ((x / 2, y) for x, y in ahead(run.loader))
+    changed = ((x.flip(0), y) for x, y in ahead(run.loader))
     x, _ = next(changed)
     with pytest.raises(RuntimeError, match=r"positions 0 to 16 .* positions 16 to 32.*\.using"):
         run.model(x)
@@ -202,8 +282,8 @@ def test_the_batch_of_other_tensors_may_be_told():
     for _ in resilin.remaining_epochs_until(EPOCHS):
         for batch in ahead(run.loader):
             with run.model.using(batch):
-                run.step(batch[0] / 2, batch[1])
-    run.check((x / 2, y) for x, y in epochs())
+                run.step(batch[0].flip(0), batch[1])
+    run.check((x.flip(0), y) for x, y in epochs())
 
 
 def test_a_micro_batch_that_is_trained_twice_is_refused():
@@ -213,6 +293,16 @@ def test_a_micro_batch_that_is_trained_twice_is_refused():
     run.step(x, y)
     with pytest.raises(RuntimeError, match="trained a second time"):
         run.step(x, y)
+
+
+@pytest.mark.parametrize("rule", ["auto", "linear"])
+def test_several_steps_on_one_batch_count_once_for_the_epoch(rule):
+    run = Run(rule=rule)
+    for _ in resilin.remaining_epochs_until(EPOCHS):
+        for x, y in run.loader:
+            for part in range(3):
+                run.step(x + part, y)
+    run.check((x + part, y) for x, y in epochs() for part in range(3))
 
 
 def test_a_step_on_a_batch_whose_pass_was_closed_is_refused():
@@ -230,6 +320,46 @@ def test_two_batches_in_one_loss_are_refused():
     with pytest.raises(RuntimeError, match="trained with one loss"):
         loss = loss + mse_loss(run.model(more), others)
     assert run.model.clock.steps == 0
+
+
+def test_two_batches_in_one_forward_pass_are_refused():
+    run = Run()
+    batches = iter(run.loader)
+    (x, _), (more, _) = next(batches), next(batches)
+    with pytest.raises(RuntimeError, match="nothing tells whose"):
+        run.model(torch.cat([x, more]))
+
+
+def sizes_of(batches, run):
+    for x, y in batches:
+        run.step(x, y)
+        yield len(x)
+
+
+def test_what_was_prefetched_has_the_size_of_its_step():
+    trained = []
+    for read in (iter, lambda b: b.prefetch("cpu", ahead=3)):
+        run = Run(most=6, rule="linear")
+        run.loader.set_batch_size(lambda clock: 8 + 3 * (clock.steps % 3))
+        sizes = [n for _ in range(EPOCHS) for n in sizes_of(read(run.loader), run)]
+        trained.append((sizes, [*run.net.parameters()]))
+    assert trained[0][0] == trained[1][0]
+    torch.testing.assert_close(trained[0][1], trained[1][1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("prefetched", [True, False])
+def test_a_step_that_needs_too_much_memory_is_repeated_unless_the_loop_has_later_batches(
+    prefetched,
+):
+    run, fits = Run(), False
+    with nullcontext() if prefetched else pytest.raises(torch.OutOfMemoryError):
+        for x, y in run.loader.prefetch("cpu") if prefetched else ahead(run.loader):
+            with run.loader.retry_smaller():
+                if len(x) == BATCH and run.model.clock.steps == 1 and not fits:
+                    fits = True
+                    raise torch.OutOfMemoryError("of memory")
+                run.step(x, y)
+    run.check(epochs(1)[: 4 if prefetched else 1])
 
 
 @pytest.mark.filterwarnings("ignore:a step was begun and left")
@@ -250,8 +380,17 @@ def test_reading_ahead_over_the_end_of_a_pass_is_refused():
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("read", [ahead, as_preloaded, on_a_thread])
-def test_replicas_read_ahead(read):
+@pytest.mark.parametrize("name", ["one ahead", "preloaded", "thread", "prefetch"])
+def test_replicas_read_ahead(name):
+    check_replicas(READERS[name])
+
+
+@pytest.mark.world_size(3)
+def test_three_replicas_read_ahead():
+    check_replicas(READERS["prefetch, three ahead"])
+
+
+def check_replicas(read):
     run = Run(most=5, rule="linear")
     for _ in resilin.remaining_epochs_until(EPOCHS):
         for x, y in read(run.loader):
@@ -310,11 +449,25 @@ def test_a_step_on_each_of_two_loaders_counts_for_its_own(rule):
     run.check(EPOCHS * [one[0], other[0], one[1], other[1]])
 
 
-@pytest.mark.parametrize("calls", [1, 2])
+def in_between(run, a, b):
+    """Asks for the batch of each loader when the model is to be called with it."""
+    a, b = iter(a), iter(b)
+    for x, y in a:
+        loss = mse_loss(run.model(x), y)
+        x, y = next(b)
+        ((loss + mse_loss(run.model(x), y)) / 2).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("calls", [1, 2, None])
 @pytest.mark.parametrize("most", [None, 8])
 def test_one_loss_over_two_loaders(calls, most):
     run, a, b = pair(most=most)
     for _ in resilin.remaining_epochs_until(EPOCHS):
+        if calls is None:
+            in_between(run, a, b)
+            continue
         for (x, y), (more, others) in zip(a, b, strict=True):
             if calls == 1:
                 run.step(torch.cat([x, more]), torch.cat([y, others]))

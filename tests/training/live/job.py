@@ -196,7 +196,7 @@ def main() -> None:
             pass
     for epoch in resilin.remaining_epochs_until(SETTINGS.get("epochs", 4)):
         stats = resilin.Accumulator()
-        for inputs, labels, indices in loader:
+        for inputs, labels, indices in loader.prefetch("cpu") if "prefetch" in FEATURES else loader:
             step = current_job().clock.steps
             die("forward", step=step)
             weighed = model.weight(float(len(inputs))) if "weight" in FEATURES else None

@@ -223,7 +223,7 @@ def test_an_evaluation_that_loses_a_member_says_so(tmp_path, undisturbed):
 @pytest.mark.nightly(part="jobs")
 @pytest.mark.parametrize(
     "features",
-    [["scaler", "clip"], ["accumulation", "weight"], ["workers"]],
+    [["scaler", "clip"], ["accumulation", "weight"], ["workers"], ["prefetch"]],
     ids=lambda features: "-".join(features),
 )
 def test_what_a_loop_may_have_survives_too(tmp_path, undisturbed, features):

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from resilin.core.batches import Batches
-from resilin.core.clock import Reference
+from resilin.core.clock import Clock, Reference
 from resilin.core.membership import Membership
 from resilin.core.stream import Ownership, SampleStream
 from resilin.training.data.cursor import Cursor, SampleCursor
@@ -149,13 +149,13 @@ class IndexedSupply:
         by_samples = by_samples and current.training
         return IndexedShare(slot, mine, span, self.fetcher, by_samples)
 
-    def is_over(self, current: Iteration, position: int) -> bool:
-        """Whether the data of the epoch end at this position."""
+    def is_over(self, current: Iteration, position: int, clock: Clock | None = None) -> bool:
+        """Whether the data of the epoch end at this position; see `Supply`."""
         assert current.data_end is not None
         if position >= current.data_end:
             # No step follows: a batch size that is a function of the clock must not be asked.
             return True
-        return self.batches.are_over(position, current.data_end, self._plans.batch_size())
+        return self.batches.are_over(position, current.data_end, self._plans.batch_size(clock))
 
     def sample_steps(self, span: range, scale: float) -> float:
         """Reference steps that the reference run made with these samples."""

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from resilin.core.clock import Clock, Reference
 from resilin.core.membership import Membership
 from resilin.core.plan import BatchPlan
+from resilin.training.data.copier import Copier, Fetched
 from resilin.training.data.cursor import Cursor, Cursors
 from resilin.training.data.planned import Planned
 from resilin.training.data.reading import Handed, Reading, trained_one
@@ -88,8 +89,10 @@ class Iteration:
     """The current step."""
     planned: deque[Planned] = field(default_factory=deque)
     """Later steps of which a batch was read."""
-    copies: deque[Any] = field(default_factory=deque)
-    """Batches of these on their way to the device, which the loop does not have yet."""
+    copier: Copier | None = None
+    """Copies its batches to a device."""
+    fetched: deque[Fetched] = field(default_factory=deque)
+    """Batches of these and of the current step that the loop does not have yet."""
     reading: Reading = field(default_factory=lambda: Reading(None))
     """Batches that the loop has and has not trained."""
     batch: Any = None
@@ -112,6 +115,20 @@ class Iteration:
     def own_progress(self, clock: Clock) -> float:
         """Progress that was made with batches of its loader."""
         return clock.progress - self.cursor.others
+
+    def foreseen(self, planned: Planned) -> Planned:
+        """This step as it was foreseen, with what was fetched of it, if it is still the same."""
+        if self.planned:
+            first = self.planned.popleft()
+            if (first.span, first.plan) == (planned.span, planned.plan):
+                return first
+            self.drop_ahead()
+        return planned
+
+    def drop_ahead(self) -> None:
+        """Drops later steps and their batches, of which the loop has none."""
+        self.planned.clear()
+        self.fetched.clear()
 
     def advance(self, position: int) -> None:
         """Moves to the next step, and the cursor of the loader with it unless this evaluates."""
@@ -264,11 +281,12 @@ class Iterations:
         """Tells which of several loaders that were read together the model is called with."""
         current = self.current
         assert current is not None
-        if called and current in self._in_step:
+        if called and self._in_step:
             # Several calls, and one loss.
-            self._in_turn = False
-            _check_alike([current, *fresh])
+            one, self._in_turn = self._in_step[-1], False
+            _check_alike([one, *fresh])
             self._take(fresh)
+            self.current, self._timeline.reference = one, one.reference
             return
         chosen: int | None = None
         if len(fresh) > 1:
@@ -342,7 +360,14 @@ class Iterations:
             RuntimeError: The batch of the step was trained, or comes from no pass over a loader.
         """
         current = self.current
-        if current.used if current is not None else self._trains and not told:
+        if current is None:
+            refused = self._trains and not told
+        else:
+            # A loop at hand may make several steps on one batch.
+            micro, alone = current.micro_batch, current.reading.one_by_one and not self.training[1:]
+            whole = micro is not None and micro.index == 0 and micro.last
+            refused = current.used and not (alone and whole and not current.reading.ahead)
+        if refused:
             raise RuntimeError(
                 "a step on a batch that is not that of a pass over an AdaptiveDataLoader, in a job "
                 "that trains on one: its pass was closed, as by `next(iter(loader))`, or it was "
@@ -367,8 +392,9 @@ class Iterations:
         parts = [each for each in self.training if each in self._in_step]
         for each in self.training:
             if each in parts:
-                # It was called itself, and not only read with a batch that was.
-                each.cursor.others += each.credit
+                # It was called itself, and not only read with a batch that was. Of several steps
+                # on one batch, the first one counts.
+                each.cursor.others += each.credit + (gain if each.used else 0.0)
                 each.credit, each.used = 0.0, True
             elif parts and each.round == parts[-1].round and not each.entered and not each.credit:
                 each.credit = gain
@@ -426,8 +452,7 @@ class Iterations:
         # collector, which takes 5 s for each of its workers.
         iteration.loader, iteration.measured_forward = None, nullcontext
         iteration.steps, iteration.batch = iter(()), None
-        iteration.planned.clear()
-        iteration.copies.clear()
+        iteration.drop_ahead()
 
     def close(self) -> None:
         """Ends the workers of all loaders: the job is over."""
@@ -470,6 +495,7 @@ def _check_alike(parts: list[Iteration]) -> None:
 
 _IN_TURN = (
     "a step on the batch of one loader is accumulated, and the model is called with the batch of "
-    "another: steps on the loaders of a `zip` in turn need one micro-batch per step; set a larger "
-    "max_local_bsz, or train on one loader after the other"
+    "another: steps on the loaders of a `zip` in turn need one micro-batch per step, and one step "
+    "on all of them one backward pass; set a larger max_local_bsz, or add up the losses and call "
+    "backward() once"
 )

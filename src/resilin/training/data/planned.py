@@ -74,7 +74,7 @@ class Planned:
         self.read, self._used = self.read + 1, self._used + size
         return batch if size else self.share.filler()
 
-    def again(self, sizes: tuple[int, ...] | None = None) -> None:
-        """Fetches its micro-batches once more, in other sizes if there are any."""
-        self.sizes = self.sizes if sizes is None else sizes
+    def again(self, sizes: tuple[int, ...]) -> None:
+        """Fetches its micro-batches once more, in other sizes."""
+        self.sizes = sizes
         self.read = self._used = 0

@@ -7,12 +7,14 @@ model is called with tell them apart.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,6 +24,10 @@ from resilin.training.tensors import tensors_in
 _memory: Any = StorageWeakRef
 _SAMPLED = 256
 """Numbers of a tensor that recognise a copy of it."""
+_DEPTH = 4
+"""Objects within objects in which tensors of a batch are looked for."""
+_LIKE, _UNLIKE = 0.98, 0.9
+"""Correlations with a batch from which a tensor was computed, and with any other one."""
 
 
 class _Mark(NamedTuple):
@@ -31,8 +37,8 @@ class _Mark(NamedTuple):
     """Its memory; a view has the same."""
     shape: torch.Size
     """Its shape."""
-    sample: Tensor
-    """Some of its numbers, on the CPU; none if copies of it need not be recognised."""
+    sample: Tensor | None
+    """Some of its numbers, where it is; None if copies of it need not be recognised."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,14 +66,14 @@ class Handed:
             _Mark(
                 _memory(each.untyped_storage()),
                 each.shape,
-                _sample(each, _SAMPLED if copies else 0),
+                _sample(each) if copies else None,
             )
-            for each in _plain(tensors_in(batch))
+            for each in _tensors(batch)
         ]
         return cls(tuple(marks), span, weight)
 
     def __str__(self) -> str:
-        shapes = ", ".join(str(list(mark.shape)) for mark in self.marks) or "no tensor"
+        shapes = ", ".join(str(list(mark.shape)) for mark in self.marks[:3]) or "no tensor"
         return f"positions {self.span.start} to {self.span.stop} ({shapes})"
 
 
@@ -175,7 +181,8 @@ def _joined(one: Handed, other: Handed) -> str:
 def trained_one(values: Any, handed: Sequence[Handed], *, copies: bool) -> int | None:
     """Finds the one batch that these values are of.
 
-    Tensors that are in all of the batches, such as a mask of ones, say nothing.
+    Their memory tells, or else their numbers, or else how these correlate with those of a batch,
+    as after a normalisation. What is in all of the batches, such as a mask of ones, says nothing.
 
     Args:
         values: Arguments of the model, or a batch as the loader gave it.
@@ -185,20 +192,33 @@ def trained_one(values: Any, handed: Sequence[Handed], *, copies: bool) -> int |
     Returns:
         Its index; None if the tensors tell of none, or of several.
     """
-    tensors = list(_plain(tensors_in(values)))
-    for same in (_same_memory, _same_numbers) if copies else (_same_memory,):
+    tensors = list(_tensors(values))
+    possible = set(range(len(handed)))
+    for same in (_same_memory, _same_numbers, _same_pattern) if copies else (_same_memory,):
         told = [within for each in tensors if 0 < len(within := same(each, handed)) < len(handed)]
         if told:
-            found = set.intersection(*told)
-            return found.pop() if len(found) == 1 else None
-    return None
+            possible = possible.intersection(*told)
+        if len(possible) < 2:
+            break
+    return possible.pop() if len(possible) == 1 < len(handed) else None
 
 
-def _plain(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Those that have memory of their own."""
-    for tensor in tensors:
-        if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
-            yield tensor
+def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Tensors and arrays with memory of their own, also in objects that are no containers."""
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and not hasattr(value, "__tensor_flatten__"):
+            yield value.detach().as_subclass(Tensor)
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind in "biuf":
+            yield torch.tensor(value)
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(each, depth)
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
+        if depth:
+            yield from _tensors(vars(value), depth - 1)
+    else:
+        yield from tensors_in(value)
 
 
 def _same_memory(tensor: Tensor, handed: Sequence[Handed]) -> set[int]:
@@ -207,19 +227,38 @@ def _same_memory(tensor: Tensor, handed: Sequence[Handed]) -> set[int]:
 
 
 def _same_numbers(tensor: Tensor, handed: Sequence[Handed]) -> set[int]:
-    alike = {
-        n: [mark.sample for mark in each.marks if mark.shape == tensor.shape]
-        for n, each in enumerate(handed)
-    }
-    if not any(alike.values()) or tensor.numel() < 2:
-        return set()
-    own = _sample(tensor)
+    own = _own_sample(tensor, handed)
     # A copy may have another type, such as bfloat16.
     return {
         n
-        for n, samples in alike.items()
-        if any(_equal(sample.to(own.dtype), own) for sample in samples)
+        for n, each in enumerate(handed)
+        if own is not None
+        and any(_equal(s.to(own.dtype), own) for s in _samples(each, tensor) if _keeps(s, own))
     }
+
+
+def _same_pattern(tensor: Tensor, handed: Sequence[Handed]) -> set[int]:
+    own = _own_sample(tensor, handed)
+    if own is None or not own.is_floating_point() or len(own) < _SAMPLED // 4:
+        return set()
+    alike = [max((_like(s, own) for s in _samples(each, tensor)), default=0.0) for each in handed]
+    found = {n for n, each in enumerate(alike) if each >= _LIKE}
+    return found if sum(each > _UNLIKE for each in alike) == len(found) == 1 else set()
+
+
+def _samples(handed: Handed, tensor: Tensor) -> list[Tensor]:
+    marks = [mark for mark in handed.marks if mark.shape == tensor.shape]
+    return [mark.sample.cpu() for mark in marks if mark.sample is not None]
+
+
+def _own_sample(tensor: Tensor, handed: Sequence[Handed]) -> Tensor | None:
+    alike = any(mark.shape == tensor.shape for each in handed for mark in each.marks)
+    return _sample(tensor).cpu() if alike and tensor.numel() > 1 else None
+
+
+def _keeps(sample: Tensor, own: Tensor) -> bool:
+    """Whether a conversion of its type could be a copy: one to bool is a comparison."""
+    return (own.dtype is torch.bool) == (sample.dtype is torch.bool)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -227,9 +266,17 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-def _sample(tensor: Tensor, most: int = _SAMPLED) -> Tensor:
-    flat = tensor.detach().reshape(-1)
-    if flat.numel() <= most:
-        return flat.to("cpu", copy=True)
-    at = torch.arange(most, device=flat.device) * (flat.numel() - 1) // max(1, most - 1)
-    return flat[at].cpu()
+def _like(one: Tensor, other: Tensor) -> float:
+    """The correlation of numbers; 0 if some are constant or not finite."""
+    a, b = (each.double() - each.double().mean() for each in (one, other))
+    correlation = float(a @ b / (a.norm() * b.norm()))
+    return correlation if math.isfinite(correlation) else 0.0
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Numbers at places that are spread over a tensor, where it is: nothing waits for them."""
+    num = tensor.numel()
+    if num <= _SAMPLED:
+        return tensor.flatten().clone()
+    at = torch.arange(_SAMPLED, device=tensor.device) * (num - 1) // (_SAMPLED - 1)
+    return tensor[torch.unravel_index(at, tensor.shape)]

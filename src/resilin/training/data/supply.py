@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 from resilin.core.batches import Batches
-from resilin.core.clock import Reference
+from resilin.core.clock import Clock, Reference
 from resilin.core.membership import Membership
 from resilin.core.plan import BatchPlan
 from resilin.training.data.cursor import Cursor, Order
@@ -17,8 +17,8 @@ from resilin.training.data.sampled import Sampled
 class Plans(Protocol):
     """The sizes of steps, now and ahead."""
 
-    def batch_size(self) -> int:
-        """The global batch size of the next step."""
+    def batch_size(self, clock: Clock | None = None) -> int:
+        """The global batch size of the next step, or of one that begins at a later clock."""
         ...
 
     def pieces(self, samples: int, batch_size: int, *, training: bool) -> BatchPlan:
@@ -107,8 +107,14 @@ class Supply(Protocol):
         """This replica's part of a step."""
         ...
 
-    def is_over(self, current: Iteration, position: int) -> bool:
-        """Whether the data of the epoch end at this position, as far as is known."""
+    def is_over(self, current: Iteration, position: int, clock: Clock | None = None) -> bool:
+        """Whether the data of the epoch end at this position, as far as is known.
+
+        Args:
+            current: The pass.
+            position: The position.
+            clock: The clock there, if steps before it are still to be made.
+        """
         ...
 
     def sample_steps(self, span: range, scale: float) -> float:

@@ -88,7 +88,7 @@ class StepFlow:
         """Called before each forward pass in training."""
         gradient = self._gradient
         step = gradient.step
-        called = step.part is not None and not step.trained
+        called = step.part is not None and not (step.trained or step.waited)
         values = (args, kwargs) if self.using is None else self.using
         self._loop.follow(values, called=called, pending=step.pending)
         micro = self._loop.micro_batch

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from resilin.core.clock import Reference
+from resilin.core.clock import Clock, Reference
 from resilin.core.membership import Membership
 from resilin.core.shard_order import Lengths, ShardOrder, Turn
 from resilin.engine.base import Engine
@@ -183,7 +183,7 @@ class StreamSupply:
         assert self._share is not None
         return self._share
 
-    def is_over(self, current: Iteration, position: int) -> bool:
+    def is_over(self, current: Iteration, position: int, clock: Clock | None = None) -> bool:
         """Whether the data of the epoch end at this position, as far as is known."""
         if not current.moves:
             return self._evaluation(current).is_over()
@@ -195,7 +195,7 @@ class StreamSupply:
             return True
         if not self._drops:
             return False
-        num = self._plans.batch_size()
+        num = self._plans.batch_size(clock)
         return turn.skip(num, cursor.lengths).position < turn.position + num
 
     def sample_steps(self, span: range, scale: float) -> float:
