@@ -233,8 +233,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="workers of each pass have the dataset as it is then",
         path="training/data/fetching.py",
-        old="        self.end_pass()\n        self._end = end\n",
-        new="        self._end = end\n",
+        old="        if not self.persistent:\n",
+        new="        if self.persistent is None:\n",
         test="tests/training/data/test_changing_data.py::"
         "test_workers_of_each_pass_use_the_dataset_as_it_is_then",
     ),
@@ -242,7 +242,7 @@ MUTATIONS: list[Mutation] = [
         promise="what a collate function of the user has made is not cut",
         path="training/data/fetching.py",
         old="if ticket.num != missing and not self._resizes:",
-        new="if ticket.num > missing and not self._resizes:",
+        new="if ticket.num < 0 and not self._resizes:",
         test="tests/training/data/test_changing_data.py::"
         "test_what_a_collate_function_has_made_is_not_cut_or_joined",
     ),
