@@ -29,6 +29,7 @@ OF_RUN = frozenset(
     {
         *("--warm", "--checkpoint-every", "--memory-dir", "--run-dir", "--hang-timeout", "--live"),
         *("--heartbeat", "--membership", "--lease", "--address", "--processes-per-copy"),
+        "--left-code",
     }
 )
 """Options of `resilin run` that are no option here: a script would be given them."""

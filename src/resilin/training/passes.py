@@ -130,7 +130,7 @@ class Passes:
             complete = True
         finally:
             # Where the loop has read ahead, the last steps of the pass are still to come.
-            if not (complete and current.reading.over):
+            if not current.reading.over:
                 if not complete:
                     if training and current.made and self.is_over(current, current.position):
                         # It was left in the body of its last step.
@@ -153,9 +153,12 @@ class Passes:
                 )
             with reading.lock:
                 reading.requests += 1
+                before = len(reading.ahead)
                 if self._reads_ahead(current):
                     batch = self._take_ahead(current)
-                    reading.over = batch is _END
+                    reading.over, reading.cut = batch is _END, False
+                    if reading.over:
+                        self._end_read_together(current, before)
                 else:
                     batch = next(current.steps, _END)
             if batch is _END:
@@ -163,6 +166,24 @@ class Passes:
                     self._job.iterations.gone.clear()
                 return
             yield batch
+
+    def _end_read_together(self, current: Iteration, before: int) -> None:
+        """Ends the loaders that were read together with one that is over, as `zip` does.
+
+        `zip` does not ask those after it, and the loop may still train what it has read.
+
+        Args:
+            current: The pass that is over.
+            before: Batches that it had ahead before it was asked for another one.
+        """
+        read = current.reading
+        for each in self._job.iterations.training:
+            other = each.reading
+            together = (other.requests + 1, len(other.ahead)) == (read.requests, before)
+            if together and before and not other.over:
+                for _ in range(before - len(read.ahead)):
+                    next(each.steps)
+                other.over = other.cut = True
 
     def _reads_ahead(self, current: Iteration) -> bool:
         """Whether the loop asks for a batch and has another one that it has not trained.
@@ -370,7 +391,11 @@ class Passes:
             if current.training:
                 job.iterations.commit_zipped(current)
             current.advance(planned.span.stop)
+            current.passed = True
         self._depth = current.reading.depth
+        if current.reading.cut and not self.is_over(current, current.position):
+            self._supply.close(current, complete=False)
+            return
         if current.training:
             end_pass(job)
         by_data = self._goal(current, made=current.made) is None
@@ -392,7 +417,9 @@ class Passes:
             position: The position.
             clock: The clock there, if steps before it are still to be made.
         """
-        goal = self._goal(current, made=current.made or (current.training and clock is not None))
+        # Steps to come may be made, unless those of this pass so far were left out.
+        coming = clock is not None and current.training and not current.passed
+        goal = self._goal(current, made=current.made or coming)
         batches = self._supply.batches
         if goal is None or batches is None:
             return self._supply.is_over(current, position, clock)

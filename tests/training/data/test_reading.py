@@ -487,15 +487,32 @@ def test_one_loss_over_two_loaders(calls, most):
     torch.testing.assert_close([*run.net.parameters()], [*plain.parameters()], rtol=0, atol=1e-14)
 
 
-def test_labels_may_come_from_another_loader_that_is_read_ahead():
+@pytest.mark.parametrize("strict", [True, False])
+def test_labels_may_come_from_another_loader_that_is_read_ahead(strict):
     run = Run(most=6)
     labels = resilin.AdaptiveDataLoader(
         TensorDataset(Y), BATCH, max_local_bsz=6, fingerprint="labels"
     )
     for _ in resilin.remaining_epochs_until(EPOCHS):
-        for (x, _), (y,) in ahead(zip(run.loader, labels, strict=True)):
+        for (x, _), (y,) in ahead(zip(run.loader, labels, strict=strict)):
             run.step(x.clone(), y)
     run.check(epochs())
+
+
+def test_of_two_loaders_of_unequal_length_each_batch_that_is_read_ahead_counts():
+    run = Run(rule="linear")
+    short = resilin.AdaptiveDataLoader(TensorDataset(X[:32]), BATCH, fingerprint="short")
+    long = resilin.AdaptiveDataLoader(TensorDataset(X[:48]), BATCH, fingerprint="long")
+    for _ in resilin.remaining_epochs_until(1):
+        for (x,), _ in list(zip(short, long, strict=False)):
+            run.step(x, torch.ones_like(Y[: len(x)]))
+    assert long.state_dict()["cursor"] == 32
+
+
+def test_a_pass_of_forward_passes_alone_ends_with_its_data():
+    run = Run()
+    calls = [run.model(x) for x, _ in itertools.islice(run.loader, 100)]
+    assert len(calls) == len(epochs(1))
 
 
 def test_one_loss_over_unequal_parts_of_steps_is_refused():

@@ -105,6 +105,8 @@ class Iteration:
     """Progress of a step with a batch that the loop has read together with the current one."""
     made: bool = False
     """Whether a step was committed with one of its batches."""
+    passed: bool = False
+    """Whether one of its steps is over: committed, or left out."""
     round: int = 0
     """Batches that a loop reads together, as with `zip`, are of one round."""
 

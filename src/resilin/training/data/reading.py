@@ -97,6 +97,8 @@ class Reading:
         """Batches that the loop has asked for."""
         self.over = False
         """Whether the loop was told that there is no other."""
+        self.cut = False
+        """Whether the loop asks for no other, since another loader of a `zip` is over."""
         self.one_by_one = False
         """Whether the loop has trained its first batch before it asked for another one."""
         self.trains_first = False
