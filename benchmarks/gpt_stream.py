@@ -133,8 +133,10 @@ def job(folder: Path, steps: int, *, exact: bool) -> None:
     first = resilin.current_job().engine.membership.is_first
     net = GPT().double()
     if exact:
-        for parameter in net.parameters():
-            parameter.register_hook(lambda gradient: snap(gradient, GRID))
+        # Of each micro-batch: hooks on parameters get the gradient of the whole step.
+        nodes = [each.view_as(each).grad_fn.next_functions[0][0] for each in net.parameters()]
+        for node in nodes:
+            node.register_prehook(lambda gradients: (snap(gradients[0], GRID),))
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     model = resilin.AdaptiveDataParallel(net, optimizer, rule="constant")
     loader = resilin.AdaptiveDataLoader(

@@ -185,9 +185,6 @@ def main() -> None:
     )
     if "accumulation" in FEATURES:
         loader.autoscale_batch_size(BATCH, local_bsz_bounds=(1, 5), gradient_accumulation=True)
-    if not FEATURES & {"fsdp", "hsdp"}:
-        hook = lambda grad: die("backward", step=current_job().clock.steps)  # noqa: E731
-        net.net[0].weight.register_hook(hook)
     held_out = TensorDataset(x[:50], y[:50], torch.arange(50))
     held = resilin.AdaptiveDataLoader(as_data(held_out), 10)
     sums, cleared, counted = [], [], resilin.Accumulator()
@@ -202,6 +199,7 @@ def main() -> None:
             weighed = model.weight(float(len(inputs))) if "weight" in FEATURES else None
             with weighed or contextlib.nullcontext():
                 output, seen = model(inputs, indices)
+            output.register_hook(lambda _, now=step: die("backward", step=now))
             loss = F.cross_entropy(output, labels) + seen.mean()
             (loss if scaler is None else scaler.scale(loss)).backward()
             die("before_step", step=step)
