@@ -143,10 +143,9 @@ MUTATIONS: list[Mutation] = [
         commit_step(job, StepOutcome.FAILED)
         return None
     model.check_replicas()
-    result = model.step_optimizer(own)
 """,
         new="""\
-    result = model.step_optimizer(own)
+    own()
     if not job.engine.all_committed():
         commit_step(job, StepOutcome.FAILED)
         return None
