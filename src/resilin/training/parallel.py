@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from resilin.compat.torch_names import keep_from_tracing
 from resilin.core import _validate
+from resilin.core._warn import warn
 from resilin.core.clock import Clock
 from resilin.core.noise import Noise
 from resilin.core.rules import (
@@ -356,11 +356,10 @@ class AdaptiveDataParallel(nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Does nothing, for loops that had DDP: of a step, only the last micro-batch reduces."""
-        warnings.warn(
+        warn(
             "model.no_sync() does nothing here: of the micro-batches of a step only the last one "
             "reduces. Leave it out, and call optimizer.step() after each backward pass: it waits "
-            "where a step is accumulated",
-            stacklevel=2,
+            "where a step is accumulated"
         )
         return nullcontext()
 

@@ -509,6 +509,19 @@ def test_of_two_loaders_of_unequal_length_each_batch_that_is_read_ahead_counts()
     assert long.state_dict()["cursor"] == 32
 
 
+def test_a_step_may_come_after_its_pass_was_left():
+    run = Run(rule="linear")
+    for x, y in run.loader:
+        mse_loss(run.model(x), y).backward()
+        break
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    assert (run.model.clock.steps, run.loader.state_dict()["cursor"]) == (1, BATCH)
+    for x, y in run.loader:
+        run.step(x, y)
+    run.check(epochs(1))
+
+
 def test_a_pass_of_forward_passes_alone_ends_with_its_data():
     run = Run()
     calls = [run.model(x) for x, _ in itertools.islice(run.loader, 100)]

@@ -363,7 +363,8 @@ class Iterations:
         """
         current = self.current
         if current is None:
-            refused = self._trains and not told
+            # The pass may be left between the call of the model and the step, as by `break`.
+            refused = self._trains and not told and not self._in_step
         else:
             # A loop at hand may make several steps on one batch.
             micro, alone = current.micro_batch, current.reading.one_by_one and not self.training[1:]
@@ -404,8 +405,9 @@ class Iterations:
                 each.cursor.others += gain
                 continue
             each.made = True
+        trained = parts or self._in_step
+        iteration = trained[-1] if trained else self.current
         self._in_step = []
-        iteration = parts[-1] if parts else self.current
         while iteration is not None and not iteration.moves:
             iteration = iteration.outer
         if iteration is not None:
