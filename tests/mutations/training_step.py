@@ -311,6 +311,29 @@ MUTATIONS: list[Mutation] = [
     ),
     # Batches that are read ahead -----------------------------------------------------------
     Mutation(
+        promise="a pass whose steps are left out ends with its data",
+        path="training/passes.py",
+        old=" and current.training and not current.passed\n",
+        new=" and current.training\n",
+        test="tests/training/data/test_reading.py::"
+        "test_a_pass_of_forward_passes_alone_ends_with_its_data",
+    ),
+    Mutation(
+        promise="loaders that zip reads ahead end together",
+        path="training/passes.py",
+        old="                        self._end_read_together(current, before)\n",
+        new="                        pass\n",
+        test="tests/training/data/test_reading.py::"
+        "test_labels_may_come_from_another_loader_that_is_read_ahead",
+    ),
+    Mutation(
+        promise="a step after its pass was left moves the cursor",
+        path="training/data/iteration.py",
+        old="trained = parts or self._in_step\n",
+        new="trained = parts\n",
+        test="tests/training/data/test_reading.py::test_a_step_may_come_after_its_pass_was_left",
+    ),
+    Mutation(
         promise="a batch that was left out is told from one that was read ahead",
         path="training/data/iteration.py",
         old="                for _ in range(max(known) if index is None else index):",
