@@ -386,6 +386,6 @@ MUTATIONS: list[Mutation] = [
         old="return not torch.equal(buffer.detach().cpu(), self._first[name])",
         new="return True",
         test=f"{_STATE}/test_buffers.py::"
-        "test_what_training_has_changed_survives_and_constants_are_the_scripts[2-ddp]",
+        "test_what_training_has_changed_survives_and_constants_are_the_scripts[2-buckets]",
     ),
 ]
