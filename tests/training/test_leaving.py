@@ -45,10 +45,16 @@ def made(folder, every=1000):
     return model, optimizer, scheduler, loader
 
 
-def train(job, leave=lambda steps: None, epochs=3, top=lambda steps: None):
+def train(
+    job,
+    leave=lambda steps: None,
+    epochs=3,
+    top=lambda steps: None,
+    loop=resilin.remaining_epochs_until,
+):
     """A loop that ends where `leave` or `top` returns True, and by what they raise."""
     model, optimizer, scheduler, loader = job
-    for _ in resilin.remaining_epochs_until(epochs):
+    for _ in loop(epochs):
         for (x,) in loader:
             if top(model.clock.steps):
                 return
@@ -62,15 +68,7 @@ def train(job, leave=lambda steps: None, epochs=3, top=lambda steps: None):
 
 def train_plainly(job, leave):
     """The same without the loop over epochs."""
-    model, optimizer, scheduler, loader = job
-    for _ in range(3):
-        for (x,) in loader:
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            if leave(model.clock.steps):
-                return
+    train(job, leave, loop=range)
 
 
 def saved(folder):

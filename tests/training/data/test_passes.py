@@ -4,7 +4,6 @@ Each program runs undisturbed, and then once for each moment at which it may be 
 trained on, step by step, must be the same.
 """
 
-import collections
 import itertools
 from contextlib import nullcontext
 
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import resilin
 from tests.replicas import gathered
+from tests.training.data.test_reading import ahead
 
 ROWS, BATCH = 20, 4
 
@@ -65,16 +65,6 @@ class Life:
                 self.moment()
                 self.model(x)
         self.model.train()
-
-
-def ahead(batches, num):
-    """Reads so many batches ahead of the one that it yields."""
-    read = collections.deque()
-    for batch in batches:
-        read.append(batch)
-        if len(read) > num:
-            yield read.popleft()
-    yield from read
 
 
 def train_all(life, data, fails=False):
