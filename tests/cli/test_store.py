@@ -27,14 +27,14 @@ def test_a_port_that_does_not_exist_is_a_wrong_usage(port, capsys):
 
 
 def test_agents_can_meet_until_a_signal_ends_it():
-    command = [sys.executable, "-m", "resilin.cli", "store", "--host", "127.0.0.1", "--port", "0"]
+    command = [sys.executable, "-m", "resilin.cli", "store", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             port = int(process.stdout.readline().split()[-1])
             meeting = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=20))
             meeting.set("here", "yes")
             assert meeting.get("here") == b"yes"
-            # On that address and on no other.
+            # On that address and on no other, unless it is told.
             with pytest.raises(OSError, match="refused"):
                 socket.create_connection(("127.0.0.2", port), timeout=20)
             taken = subprocess.run([*command[:-1], str(port)], timeout=60, stdout=subprocess.PIPE)

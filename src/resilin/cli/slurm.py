@@ -183,7 +183,7 @@ def _scripts(args: argparse.Namespace, script_arguments: Sequence[str]) -> Scrip
         script=[args.script, *script_arguments],
         part_options={**common, **options, **gpus, **signal},
         part_more=[*([] if count else ["--exclusive"]), *shlex.split(args.sbatch)],
-        store=[*python, "store", "--port", "0"] if has_store else [],
+        store=[*python, "store", "--host", "0.0.0.0", "--port", "0"] if has_store else [],
         # It is told well before its time limit, for the others to leave first.
         store_options={**common, **at, "cpus-per-task": "1", "signal": "B:USR1@120"},
         endpoint=args.rdzv_endpoint,

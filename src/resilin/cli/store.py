@@ -22,8 +22,8 @@ from resilin.engine.stop import StopRequest
 
 EPILOG = """\
 example:
-  resilin store --port 29500                                      # on the machine that stays up
-  resilin run --nnodes 1:4 --rdzv-endpoint stays:29500 train.py   # on each of the others
+  resilin store --host 10.0.0.5 --port 29500                      # on the machine that stays up
+  resilin run --nnodes 1:4 --rdzv-endpoint 10.0.0.5:29500 train.py   # on each of the others
 
   resilin store --etcd --host 10.0.0.5 --data /var/lib/resilin    # for live jobs
   resilin run --live --membership etcd://10.0.0.5:2379 train.py   # on each of the others
@@ -31,8 +31,6 @@ example:
 Stop it with SIGTERM or Ctrl-C: the exit code is then 0. It is 1 if the port is not available, or if
 there is no etcd.
 """
-HOST = "0.0.0.0"
-"""Default address of torch's store: all."""
 PORT = 29500
 """Its default port."""
 
@@ -48,7 +46,9 @@ def parser() -> argparse.ArgumentParser:
     )
     ours.add_argument(
         "--host",
-        help=f"Address to listen on (default: {HOST}, all; {etcd_server.LOOPBACK} with --etcd).",
+        default=etcd_server.LOOPBACK,
+        help="Address to listen on; 0.0.0.0 for all. Whoever reaches it can run code in the jobs "
+        "(default: %(default)s, this machine only).",
     )
     ours.add_argument(
         "--port",
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, lambda *_: stop.request("SIGINT"))
     if settings is not None:
         return etcd_server.serve(settings, stop)
-    return _serve(HOST if args.host is None else args.host, args.port, stop)
+    return _serve(args.host, args.port, stop)
 
 
 def _settings(
@@ -108,7 +108,7 @@ def _settings(
         return None
     try:
         return etcd_server.Settings(
-            host=etcd_server.LOOPBACK if args.host is None else args.host,
+            host=args.host,
             port=etcd_server.PORT if args.port is None else args.port,
             data=args.data,
             certificate=args.certificate,
@@ -136,7 +136,7 @@ def _serve(host: str, given: int | None, stop: StopRequest) -> int:
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
-    print(f"resilin: serving the rendezvous on port {store.port}", flush=True)
+    print(f"resilin: serving the rendezvous on {host}, port {store.port}", flush=True)
     while not stop.wait(1.0):
         pass
     return 0

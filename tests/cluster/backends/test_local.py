@@ -10,7 +10,7 @@ import pytest
 
 from resilin.cluster.backends import runner
 from resilin.cluster.backends.base import BackendError, Part, PartState
-from resilin.cluster.backends.local import LocalBackend, backend
+from resilin.cluster.backends.local import VISIBLE, LocalBackend, _own_gpus, backend
 from resilin.cluster.node import Node
 
 pytestmark = pytest.mark.processes
@@ -196,15 +196,30 @@ def test_clusters_do_not_see_each_others_parts_but_their_accelerators(local, tmp
     assert only(local).state is PartState.RUNNING
 
 
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [(None, ("0", "1", "10")), ("3, GPU-8a", ("3", "GPU-8a")), ("1,-1,0", ("1",)), ("", ())],
+)
+def test_only_the_gpus_that_the_controller_may_use_are_handed_out(
+    told, expected, tmp_path, monkeypatch
+):
+    for name in ("nvidia10", "nvidia1", "nvidia0", "nvidiactl"):
+        (tmp_path / name).touch()
+    monkeypatch.delenv(VISIBLE, raising=False)
+    if told is not None:
+        monkeypatch.setenv(VISIBLE, told)
+    assert _own_gpus(tmp_path) == expected
+
+
 def test_each_part_gets_gpus_of_its_own(tmp_path):
-    real = LocalBackend(tmp_path, "one", NODES, real=True)
+    real = LocalBackend(tmp_path, "one", NODES, gpus=("3", "5"))
     log = [tmp_path / f"log-{number}" for number in range(2)]
     text = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(600)"
     try:
         for number in range(2):
             real.start(script(f"j-g1-{number}", text, log=str(log[number])))
         wait(lambda: all(each.exists() and each.read_text() for each in log))
-        assert [each.read_text().strip() for each in log] == ["0", "1"]
+        assert [each.read_text().strip() for each in log] == ["3", "5"]
         with pytest.raises(BackendError, match="needs 1 GPUs of a: 0 are free"):
             real.start(script("j-g1-2", text))
     finally:

@@ -171,7 +171,8 @@ def _serve(args: argparse.Namespace, directory: Path, journal: Journal) -> int:
         logs=str(logs),
         quotas=_quotas(args.quota),
     )
-    policy = by_name(args.policy, **{name: _number(text) for name, text in args.policy_option})
+    options = {name: _number(text) for name, text in args.policy_option}
+    policy = by_name(args.policy, **{"lead": rules.lead, **options})
     backend = _backend(args, directory, journal.state.cluster)
     meetings, token = _meetings(args, directory), access.ensure_token(directory)
     certificate = (args.tls_certificate, args.tls_key) if args.tls_certificate else None

@@ -64,15 +64,27 @@ def backend(cluster: str, options: Mapping[str, str]) -> LocalBackend:
     unknown = sorted(set(options) - {"directory", "nodes", "kind"})
     if unknown:
         raise ValueError(f"option {unknown[0]!r} must be one of directory, nodes, kind")
-    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpus = _own_gpus()
     kind = options.get("kind", "gpu" if gpus else "cpu")
     if "nodes" in options:
         nodes = tuple(_node(text, kind) for text in options["nodes"].split(","))
     else:
-        count = gpus or len(os.sched_getaffinity(0))
+        count = len(gpus) or len(os.sched_getaffinity(0))
         nodes = (Node(name=os.uname().nodename, accelerators=count, kind=kind),)
     directory = Path(options.get("directory", "~/.local/state/resilin/local")).expanduser()
-    return LocalBackend(directory, cluster, nodes, real=bool(gpus) and "nodes" not in options)
+    return LocalBackend(directory, cluster, nodes, gpus=() if "nodes" in options else gpus)
+
+
+def _own_gpus(devices: Path = Path("/dev")) -> tuple[str, ...]:
+    """The GPUs of this machine that this process may use, as `CUDA_VISIBLE_DEVICES` names them."""
+    there = sorted(int(path.name[6:]) for path in devices.glob("nvidia[0-9]*"))
+    told = os.environ.get(VISIBLE)
+    if told is None or not there:
+        return tuple(map(str, there))
+    named = [name.strip() for name in told.split(",")]
+    # CUDA ends the list at the first one that is none.
+    end = next((n for n, name in enumerate(named) if name in ("", "-1")), len(named))
+    return tuple(named[:end])
 
 
 def _node(text: str, kind: str) -> Node:
@@ -89,12 +101,11 @@ class LocalBackend:
         directory: For the files of all clusters.
         cluster: Id of this one.
         nodes: The nodes.
-        real: Whether accelerators are GPUs of this machine, so that each part has to be given its
-            own.
+        gpus: The accelerators, if they are GPUs of this machine: each part is given its own.
     """
 
     def __init__(
-        self, directory: Path, cluster: str, nodes: tuple[Node, ...], *, real: bool = False
+        self, directory: Path, cluster: str, nodes: tuple[Node, ...], *, gpus: tuple[str, ...] = ()
     ) -> None:
         if not NAME.fullmatch(cluster):
             raise ValueError(f"cluster ({cluster!r}) must be letters, digits, dots and hyphens")
@@ -102,7 +113,7 @@ class LocalBackend:
         self._parts = directory / cluster
         self._down = directory / "down"
         self._nodes = nodes
-        self._real = real
+        self._gpus = gpus
         for each in (self._parts, self._down):
             each.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -140,7 +151,7 @@ class LocalBackend:
             raise BackendError(f"{name} cannot be started: node {part.node} is down")
         environment = dict(part.environment)
         with self._locked():
-            if self._real:
+            if self._gpus:
                 environment[VISIBLE] = self._devices(part)
             described = {
                 "node": part.node,
@@ -238,8 +249,7 @@ class LocalBackend:
                 if status["node"] == part.node and _is_running(status):
                     described = runner.read(directory / f"{name}.part")
                     taken |= set(described["environment"].get(VISIBLE, "").split(","))
-        total = next(node.accelerators for node in self._nodes if node.name == part.node)
-        free = [str(number) for number in range(total) if str(number) not in taken]
+        free = [name for name in self._gpus if name not in taken]
         if len(free) < part.accelerators:
             raise BackendError(
                 f"{part.name} needs {part.accelerators} GPUs of {part.node}: {len(free)} are free"

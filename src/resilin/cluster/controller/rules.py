@@ -27,8 +27,9 @@ class Rules:
     absent: float = 30.0
     """Time after which a part that is not listed counts as ended, and a node as lost: longer than
     the answers of the backend are ever late."""
-    finishing: float = 120.0
-    """Time that the other parts have to end after the first one finished."""
+    finishing: float = 3600.0
+    """Time that the other parts have to end after the first one finished: they may still save or
+    evaluate."""
     failures: int = 5
     """Number of failures without progress after which a job has failed."""
     backoff: float = 5.0

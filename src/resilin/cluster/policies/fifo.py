@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from resilin.cluster.decision import ClusterStatus, Decision
+from resilin.cluster.division.constraints import Constraints
 from resilin.cluster.job import JobStatus
 from resilin.cluster.policies.pool import Pool
 
@@ -19,17 +20,21 @@ class Fifo:
     Args:
         backfill: Whether jobs may start ahead of one that does not fit yet. It can then wait for
             long.
+        constraints: Settings of the operator; of these, `lead` holds.
     """
 
     name = "fifo"
 
-    def __init__(self, *, backfill: bool = False) -> None:
+    def __init__(
+        self, *, backfill: bool = False, constraints: Constraints | None = None
+    ) -> None:
         self._backfill = backfill
+        self._lead = (constraints or Constraints()).lead
 
     def decide(self, status: ClusterStatus, memory: Mapping[str, Any]) -> Decision:
         """Decide who has what from now on."""
         del memory  # the allocations say who runs
-        pool = Pool(status)
+        pool = Pool(status, self._lead)
         for job in status.jobs:
             if job.allocation and pool.stays(job) and not pool.is_pinned(job):
                 pool.take(job, job.allocation.kind, job.allocation.size)

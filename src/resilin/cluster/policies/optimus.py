@@ -10,19 +10,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from resilin.cluster.decision import ClusterStatus, Decision
+from resilin.cluster.division.constraints import Constraints
 from resilin.cluster.job import JobStatus
 from resilin.cluster.policies.pool import Pool
 
 
 class Optimus:
-    """Greedy by the seconds that the next accelerator saves."""
+    """Greedy by the seconds that the next accelerator saves.
+
+    Args:
+        constraints: Settings of the operator; of these, `lead` holds.
+    """
 
     name = "optimus"
+
+    def __init__(self, constraints: Constraints | None = None) -> None:
+        self._lead = (constraints or Constraints()).lead
 
     def decide(self, status: ClusterStatus, memory: Mapping[str, Any]) -> Decision:
         """Decide who has what from now on."""
         del memory  # each decision starts from nothing
-        pool = Pool(status)
+        pool = Pool(status, self._lead)
         jobs = [job for job in status.jobs if not pool.is_pinned(job)]
         if status.quotas:
             _give(pool, jobs, guaranteed=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from resilin.cluster.decision import ClusterStatus
-from resilin.cluster.division.constraints import Constraints, must_leave, usable
+from resilin.cluster.division.constraints import must_leave, usable
 from resilin.cluster.job import JobStatus
 from resilin.cluster.node import Allocation
 
@@ -18,10 +18,11 @@ class Pool:
 
     Args:
         status: The cluster now.
+        lead: Seconds before a node leaves at which its jobs leave it.
     """
 
-    def __init__(self, status: ClusterStatus) -> None:
-        nodes = usable(status.nodes, status.now, Constraints().lead)
+    def __init__(self, status: ClusterStatus, lead: float) -> None:
+        nodes = usable(status.nodes, status.now, lead)
         self._quotas = status.quotas
         self._kinds = {node.name: node.kind for node in nodes}
         self._free = {node.name: node.accelerators for node in nodes}

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from resilin.cluster.decision import ClusterStatus, Decision
+from resilin.cluster.division.constraints import Constraints
 from resilin.cluster.policies.pool import Pool
 
 THRESHOLD = 16 * 3600
@@ -27,17 +28,24 @@ class Tiresias:
         threshold: Accelerator-seconds after which a job moves to the second queue.
         patience: A job of the second queue returns to the first one after it waited this many
             times as long as it ran; 0 means never.
+        constraints: Settings of the operator; of these, `lead` holds.
     """
 
     name = "tiresias"
 
-    def __init__(self, threshold: float = THRESHOLD, patience: float = 0.0) -> None:
+    def __init__(
+        self,
+        threshold: float = THRESHOLD,
+        patience: float = 0.0,
+        constraints: Constraints | None = None,
+    ) -> None:
         if not threshold > 0:
             raise ValueError(f"threshold ({threshold}) must be above 0")
         if not patience >= 0:
             raise ValueError(f"patience ({patience}) must be at least 0")
         self._threshold = threshold
         self._patience = patience
+        self._lead = (constraints or Constraints()).lead
 
     def decide(self, status: ClusterStatus, memory: Mapping[str, Any]) -> Decision:
         """Decide who has what from now on."""
@@ -52,7 +60,7 @@ class Tiresias:
         running = set(memory.get("running", []))
         known = {*first, *second}
         first += [name for name in jobs if name not in known]
-        pool = Pool(status)
+        pool = Pool(status, self._lead)
         sizes = {name: pool.largest(job) for name, job in jobs.items()}
         for name in jobs:
             if name in running:

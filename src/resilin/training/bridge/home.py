@@ -92,6 +92,7 @@ class Home:
         refuse_live_framework()
         self.job: Job = current_job()
         """The job itself, for what is not below."""
+        self.job.iterations.in_framework = True
 
     @property
     def is_current(self) -> bool:

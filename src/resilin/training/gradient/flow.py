@@ -19,6 +19,9 @@ from resilin.training.tensors import tensors_in
 class Loop(Protocol):
     """The user's loop over the loaders of the job."""
 
+    in_framework: bool
+    """Whether a framework owns the loop, and calls `optimizer.step()` only where a step ends."""
+
     @property
     def micro_batch(self) -> MicroBatch | None:
         """The micro-batch that the loop body works on; None outside a resilin loader."""
@@ -122,6 +125,9 @@ class StepFlow:
         part = Part(weight=weight, samples=micro.count, last=micro.last, total=total)
         # Where the loop has left out the first micro-batch, the step begins with another one.
         first = gradient.step.part is None or micro.index == 0
+        if not first and gradient.step.trained and not gradient.step.waited:
+            if not self._loop.in_framework:
+                warn(refusals.BY_HAND)
         gradient.begin(part, self._calls.start(part) if first else None)
         self._seen, self.thread = micro.number, get_ident()
         self._loop.enter(first=first)

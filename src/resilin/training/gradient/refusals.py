@@ -8,6 +8,12 @@ NOT_STEPPED = (
     "call optimizer.step() after each backward pass, which waits where it has to. To leave a step "
     "on purpose, call optimizer.zero_grad() on all replicas"
 )
+BY_HAND = (
+    "optimizer.step() was not called between two micro-batches of a step: accumulation by hand? "
+    "The model accumulates them, and divides by their number itself: a loss that the loop divides, "
+    "too, is divided twice. Take the division out, and call optimizer.step() after each backward "
+    "pass, which waits where it has to"
+)
 CHANGED = (
     "the gradient was changed after its backward pass and before optimizer.step(); where a step is "
     "accumulated that would be in the middle of it, so it is refused everywhere: call "
