@@ -242,6 +242,7 @@ def test_a_regulariser_outside_the_model_counts_once():
         loss(model.module, model(x), y).backward()
         if resilin.current_job().micro_batch.last:
             break
+        optimizer.step()
     x, y, _ = data[torch.from_numpy(SampleStream(203, seed=5).indices(range(23)))]
     loss(expected, expected(x), y).backward()
     for a, b in zip(plain.parameters(), expected.parameters(), strict=True):

@@ -235,12 +235,16 @@ def test_accumulation_by_hand_is_refused_before_the_first_step(stock):
 
 def test_accumulation_by_hand_of_just_as_many_micro_batches_is_a_warning():
     _, optimizer, model = make()
-    with pytest.warns(UserWarning, match="a loss that the loop divides, too, is divided twice"):
+
+    def train():
         for index, (x, y) in enumerate(loader(batch_size=16, max_local_bsz=4)):
             (F.mse_loss(model(x), y) / 4).backward()
             if index % 4 == 3:
                 optimizer.step()
                 optimizer.zero_grad()
+
+    with pytest.warns(UserWarning, match="a loss that the loop divides, too, is divided twice"):
+        train()
 
 
 def test_a_backward_pass_that_failed_in_the_middle_is_not_trained_on():

@@ -25,9 +25,7 @@ class Fifo:
 
     name = "fifo"
 
-    def __init__(
-        self, *, backfill: bool = False, constraints: Constraints | None = None
-    ) -> None:
+    def __init__(self, *, backfill: bool = False, constraints: Constraints | None = None) -> None:
         self._backfill = backfill
         self._lead = (constraints or Constraints()).lead
 

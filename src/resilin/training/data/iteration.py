@@ -159,7 +159,7 @@ class Iterations:
         """Micro-batches that the model was called with."""
         self._trains = False
         self.in_framework = False
-        """Whether a framework owns the loop, and calls `optimizer.step()` only where a step ends."""
+        """Whether a framework owns the loop: it calls `optimizer.step()` only where a step ends."""
         self.gone: list[Handed] = []
         """Batches that the loop has left out, or may train later: the next call tells."""
         self.cursors = Cursors()

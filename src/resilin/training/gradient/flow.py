@@ -125,10 +125,10 @@ class StepFlow:
         part = Part(weight=weight, samples=micro.count, last=micro.last, total=total)
         # Where the loop has left out the first micro-batch, the step begins with another one.
         first = gradient.step.part is None or micro.index == 0
-        if not first and gradient.step.trained and not gradient.step.waited:
-            if not self._loop.in_framework:
-                warn(refusals.BY_HAND)
+        by_hand = not first and gradient.step.trained and not gradient.step.waited
         gradient.begin(part, self._calls.start(part) if first else None)
+        if by_hand and not self._loop.in_framework:
+            warn(refusals.BY_HAND)
         self._seen, self.thread = micro.number, get_ident()
         self._loop.enter(first=first)
 
