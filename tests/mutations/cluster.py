@@ -133,8 +133,8 @@ MUTATIONS = [
     Mutation(
         promise="two parts on one node have no GPU in common",
         path="cluster/backends/local.py",
-        old="for number in range(total) if str(number) not in taken",
-        new="for number in range(total) if number not in taken",
+        old="for name in self._gpus if name not in taken",
+        new="for name in self._gpus",
         test="tests/cluster/backends/test_local.py::test_each_part_gets_gpus_of_its_own",
     ),
     Mutation(
