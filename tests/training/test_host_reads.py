@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from resilin.training.gradient.step import StepGradient
 from resilin.training.model import TrainedModel
+
 from tests.counted import group
 from tests.counted.device import Told
 from tests.counted.loop import STEPS, Run, Setup, train

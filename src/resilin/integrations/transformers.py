@@ -30,9 +30,9 @@ from resilin.integrations.trainer_state import TRAINER_PARTS, TrainerPart
 from resilin.telemetry.extras import load
 from resilin.training.bridge.carried import own_step
 from resilin.training.bridge.home import Home
-from resilin.training.lifecycle import start
 from resilin.training.parallel import AdaptiveDataParallel, ScheduleBy
 from resilin.training.script.events import record
+from resilin.training.start import start
 
 __all__ = ["ElasticTrainer", "ElasticTrainerMixin"]
 

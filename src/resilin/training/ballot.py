@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from resilin.core.step import Head, check
 from resilin.engine.collectives import Wait, wait_for
 
 
@@ -30,33 +31,6 @@ class Voter(Protocol):
     def counted(self, votes: tuple[float, ...]) -> None:
         """Takes the sums of these numbers over all replicas."""
         ...
-
-
-class Head(NamedTuple):
-    """One replica's part of a step, in numbers, or the sums over all replicas."""
-
-    weight: float
-    """Weight of its micro-batches that had a backward pass."""
-    samples: float
-    """Samples in them."""
-    gradients: float
-    """Gradients that were measured separately: where replicas are compared, 1 if it has any."""
-    seconds: float
-    """Time that measuring takes."""
-    step_seconds: float
-    """Usual duration of a step."""
-    steps: float
-    """Steps made so far."""
-    divisor: float
-    """Total weight that its gradient was divided by."""
-    skips: float
-    """1 if it left the step without the backward pass of its last micro-batch."""
-    changes: float
-    """1 if it has other trained parameters than in the step before."""
-    signature: float
-    """Hash of the parameters it trains."""
-    voters: float = 0.0
-    """Hash of the names of those who vote, and of how many numbers each has."""
 
 
 _LENGTH = len(Head._fields)
@@ -165,34 +139,3 @@ class Ballot:
         for voter, said in told:
             if voter in self._voters:
                 voter.counted(said)
-
-
-def check(own: Head, sums: Head, replicas: int) -> None:
-    """Refuses a step that replicas do not make alike.
-
-    Raises:
-        RuntimeError: They are at different steps, train different parameters, or have different
-            totals of the weights.
-    """
-    if sums.steps != replicas * own.steps:
-        raise RuntimeError(
-            f"replicas are not in the same step: this one has made {own.steps:.0f} steps, the mean "
-            f"over all {replicas} is {sums.steps / replicas:g}; each replica has to make, or to "
-            "leave, the same steps"
-        )
-    if sums.signature != replicas * own.signature or 0 < sums.changes < replicas:
-        state = "has changed" if own.changes else "has not changed"
-        raise RuntimeError(
-            f"requires_grad differs between replicas: {sums.changes:.0f} of {replicas} have frozen "
-            f"or unfrozen parameters since the last step, and this replica {state} any; all "
-            "replicas have to change requires_grad of the same parameters between the same steps"
-        )
-    apart = abs(sums.divisor - replicas * own.divisor) > 1e-9 * abs(sums.divisor)
-    if apart and not sums.skips and not sums.changes:
-        raise RuntimeError(
-            f"replicas divide by different total weights: this one by {own.divisor:g}, the mean "
-            f"over all is {sums.divisor / replicas:g}. A batch size that the script sets must be "
-            "the same on all replicas: choose it by model.clock or by a number that was averaged "
-            "over them, not by the time of one or by its own loss; and surround the forward pass "
-            "with model.weight() on all replicas, or on none"
-        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from resilin.core.clock import Clock
 from resilin.engine.base import Engine
@@ -17,7 +17,6 @@ from resilin.engine.group import detect
 from resilin.training.ballot import Voter
 from resilin.training.data.iteration import Iterations
 from resilin.training.events import Events
-from resilin.training.model import TrainedModel
 from resilin.training.records import Left, MicroBatch
 from resilin.training.report.measured import Measured
 from resilin.training.report.recorder import Recorder
@@ -31,6 +30,9 @@ from resilin.training.state.registry import Registry
 from resilin.training.state.settings import StateSettings
 from resilin.training.step_timer import StepTimer
 from resilin.training.timeline import Timeline
+
+if TYPE_CHECKING:
+    from resilin.training.step import Steps
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class Job:
     """Its speed, as it measures it for a scheduler; None while nobody asks for hints."""
     reporter: Reporter | None = None
     """Sends its hints to the scheduler of a cluster; None outside of one."""
-    trained: TrainedModel | None = None
+    trained: Steps | None = None
     """The model that is being trained, with its gradient and its gates."""
     autoscaler: Autoscaler | None = None
     """Chooses the batch size of the loader that trains, if anything does."""

@@ -16,6 +16,7 @@ from resilin.compat.torch_names import keep_from_tracing
 from resilin.core import _validate
 from resilin.core._warn import warn
 from resilin.core.clock import Clock
+from resilin.core.hang import Phase
 from resilin.core.noise import Noise
 from resilin.core.rules import (
     ClipPolicy,
@@ -26,19 +27,12 @@ from resilin.core.rules import (
 )
 from resilin.engine import overrides
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
-from resilin.training.ballot import Ballot, Voter
+from resilin.training.ballot import Voter
 from resilin.training.gates.optimizer import check_optimizer
 from resilin.training.gates.patch import Removable
-from resilin.training.gates.scaler import calling_scaler
 from resilin.training.gates.scheduler import ClockedScheduler
 from resilin.training.gradient.arguments import check_model, divide_replicas
-from resilin.training.gradient.flow import StepCalls, StepFlow
-from resilin.training.gradient.norms import GroupNorms
-from resilin.training.gradient.records import Part, StepStart
-from resilin.training.gradient.step import StepGradient
 from resilin.training.job import current_job
-from resilin.training.lifecycle import begin_step, commit_step, make_step, show_forward
-from resilin.training.model import Average, Ends, TrainedModel
 from resilin.training.scaling.choice import choose_rule
 from resilin.training.scaling.estimates import MeasureSchedule, NoiseEstimates
 from resilin.training.scaling.factors import StepScaling
@@ -47,6 +41,7 @@ from resilin.training.state.buffers import UnsavedBuffers
 from resilin.training.state.divergence import CrossCheck, DivergenceCheck, decided_by
 from resilin.training.state.freezing import Frozen
 from resilin.training.state.registry import Stateful
+from resilin.training.step import Average, Steps
 
 ScheduleBy = Literal["user", "rule", "samples", "tokens", "progress"]
 """Stepping of the scheduler: by the user's loop, or a clock (`rule`: the clock of the rule)."""
@@ -139,33 +134,15 @@ class AdaptiveDataParallel(nn.Module):
             cross_check,
             lambda: decided_by(self.optimizer, self.scale, self.gain, self.factors),
         )
-        per_replica = job.engine.processes_per_replica
-        ballot = Ballot(job.voters, job.engine.wait, processes_per_replica=per_replica)
-        self._gradient = StepGradient(
-            model,
-            GroupNorms(optimizer, model.parameters()),
-            ddp_kwargs,
-            job.engine,
-            ballot,
-            sharding,
-        )
-        calls = StepCalls(
-            begin=lambda: begin_step(job),
-            start=self._start,
-            left=lambda: self._trained.leave_step(),
-            unknown_scaler=calling_scaler if scaler is None else lambda: False,
-        )
-        self._flow = StepFlow(self._gradient, job.iterations, job.engine, calls)
-        self._trained = TrainedModel(
+        self._steps = Steps(
+            job,
             self,
+            model,
             optimizer,
             scaling=self._scaling,
-            gradient=self._gradient,
-            flow=self._flow,
-            ballot=ballot,
-            iterations=job.iterations,
-            ends=Ends(lambda own: make_step(job, own), lambda outcome: commit_step(job, outcome)),
             check=self._check,
+            options=ddp_kwargs,
+            sharding=sharding,
         )
         self._unsaved = UnsavedBuffers(model)
         self._voters: list[Voter] = [self._check]
@@ -173,12 +150,12 @@ class AdaptiveDataParallel(nn.Module):
             self._voters.append(self._unsaved)
         self._registered: list[str] = []
         try:
-            self._trained.gate(model, clocked, scaler, self._keeps)
+            self._steps.gate(model, clocked, scaler, self._keeps)
             self._register(clocked or lr_scheduler, scaler, handed_over=lr_scheduler)
         except BaseException:
             self.release()
             raise
-        job.trained = self._trained
+        job.trained = self._steps
         keep_from_tracing("resilin")
         job.voters += self._voters
 
@@ -202,7 +179,7 @@ class AdaptiveDataParallel(nn.Module):
             if part is not None:
                 self.job.registry.add(name, part)
                 self._registered.append(name)
-        self._trained.schedulers.keep_in(self.job.registry, handed_over=handed_over)
+        self._steps.schedulers.keep_in(self.job.registry, handed_over=handed_over)
 
     def _keeps(self, optimizer: Optimizer) -> bool:
         """Whether the job keeps the state of another optimizer, or keeps none at all."""
@@ -217,16 +194,16 @@ class AdaptiveDataParallel(nn.Module):
         """Gives optimizer, scheduler and scaler their own methods back. The model stays usable."""
         for name in self._registered:
             self.job.registry.release(name)
-        self._trained.release()
+        self._steps.release()
         for voter in self._voters:
             if voter in self.job.voters:
                 self.job.voters.remove(voter)
-        if self.job.trained is self._trained:
+        if self.job.trained is self._steps:
             self.job.trained = None
 
     def add_gate(self, gate: Removable) -> None:
         """Removes this gate, too, in `release()`: for integrations that replace methods."""
-        self._trained.add_gate(gate)
+        self._steps.add_gate(gate)
 
     def add_average(self, name: str, state: Stateful, average: Average) -> None:
         """Have an average of the weights follow each step until `release()`; `resilin.EMA` does.
@@ -238,12 +215,12 @@ class AdaptiveDataParallel(nn.Module):
         """
         self.job.registry.add(name, state)
         self._registered.append(name)
-        self._trained.averages.append(average)
+        self._steps.averages.append(average)
 
     @property
     def has_averaged_weights(self) -> bool:
         """Whether it has the weights of an average now, within `with ema.applied():`."""
-        return self._trained.has_averaged_weights
+        return self._steps.has_averaged_weights
 
     # What it knows -------------------------------------------------------------------------
 
@@ -273,7 +250,7 @@ class AdaptiveDataParallel(nn.Module):
 
         None until its gradient is complete, and again after `optimizer.step()`.
         """
-        result = self._gradient.step.result
+        result = self._steps.step.result
         return None if result is None else result.weight
 
     @property
@@ -305,7 +282,7 @@ class AdaptiveDataParallel(nn.Module):
         that call waited for more micro-batches of the step, where a GradScaler skipped the step,
         and where the step was lost with a replica and is issued again.
         """
-        return self._trained.stepped
+        return self._steps.stepped
 
     @property
     def progress(self) -> float:
@@ -333,13 +310,11 @@ class AdaptiveDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; in training, as the current micro-batch of the step."""
-        show_forward(self.job, self._trained)
-        if not self._trained.trains:
-            return self.module(*args, **kwargs)
-        self._trained.begin_forward()
-        self._flow.begin(args, kwargs)
-        with self.job.iterations.measured_forward():
-            return self._gradient.forward(*args, **kwargs)
+        steps, job = self._steps, self.job
+        if job.recovery is not None and job.trained is steps:
+            # A long evaluation counts as progress, and so does a step of many micro-batches.
+            job.engine.pulse.beat(Phase.STEP if steps.trains else Phase.BETWEEN, job.clock.steps)
+        return steps.forward(args, kwargs) if steps.trains else self.module(*args, **kwargs)
 
     @contextmanager
     def weight(self, weight: float) -> Iterator[None]:
@@ -348,11 +323,11 @@ class AdaptiveDataParallel(nn.Module):
         The gradient of the step is then the weighted mean over all micro-batches of all replicas.
         Surround the forward pass with it, on every replica.
         """
-        self._flow.weight = _validate.real("weight", weight, at_least=0)
+        self._steps.weight = _validate.real("weight", weight, at_least=0)
         try:
             yield
         finally:
-            self._flow.weight = None
+            self._steps.weight = None
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Does nothing, for loops that had DDP: of a step, only the last micro-batch reduces."""
@@ -373,31 +348,21 @@ class AdaptiveDataParallel(nn.Module):
         Args:
             batch: The batch, as the loader gave it.
         """
-        self._flow.using = batch
+        self._steps.using = batch
         try:
             yield
         finally:
-            self._flow.using = None
+            self._steps.using = None
 
     def measures_next(self) -> bool:
         """Whether noise is measured in the next step, if its gradient comes in several parts."""
         return self._scaling.estimates.due(autoscaled=self.job.sized_by_noise)
 
-    def _start(self, part: Part) -> StepStart:
-        self._trained.begin_step()
-        # One micro-batch alone has nothing to be compared with.
-        several = self.job.engine.membership.num_replicas > 1 or not part.last
-        return StepStart(
-            measure=several and self.measures_next(),
-            step_seconds=self.job.timer.usual,
-            steps=self.job.clock.steps,
-        )
-
     # The step ------------------------------------------------------------------------------
 
     def step_waits(self) -> bool:
         """Whether `optimizer.step()` would wait now: micro-batches of the step are to come."""
-        return self._flow.step_waits()
+        return self._steps.step_waits()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes the gradient; waits, as that of the optimizer does, while it is accumulated."""
@@ -410,7 +375,7 @@ class AdaptiveDataParallel(nn.Module):
             A context manager that gives whether it is. If not, micro-batches are to come, and
             `.grad` must be left alone.
         """
-        return self._trained.change_gradient()
+        return self._steps.gradient.changing()
 
     # Clipping ------------------------------------------------------------------------------
 
@@ -430,14 +395,14 @@ class AdaptiveDataParallel(nn.Module):
         Returns:
             The norm before clipping, or None while micro-batches of the step are to come.
         """
-        if not self._flow.has_begun():
+        if not self._steps.has_begun():
             raise RuntimeError("clip_grad_norm_() came before the backward pass of the step")
-        if self._flow.step_waits():
+        if self._steps.step_waits():
             return None
-        self._trained.prepare()
+        self._steps.prepare()
         threshold = clip_threshold(max_norm, self.gain, policy)
         with self.change_gradient():
-            return self._gradient.clip(threshold, norm_type)
+            return self._steps.clip(threshold, norm_type)
 
 
 class ModuleCopy(nn.Module):

@@ -28,15 +28,14 @@ from resilin.training.data.supply import Supply
 from resilin.training.job import Job
 from resilin.training.leaving import pass_is_over
 from resilin.training.lifecycle import (
-    begin_step,
     end_epoch,
-    end_lost_step,
     end_pass,
     leave_out_pass,
-    start,
 )
 from resilin.training.records import MicroBatch
 from resilin.training.sizing.batch_size import PARTS
+from resilin.training.start import start
+from resilin.training.step import begin_step, end_lost_step
 from resilin.training.step_plans import StepPlans
 
 logger = logging.getLogger("resilin")
@@ -194,8 +193,8 @@ class Passes:
         job, reading = self._job, current.reading
         if not current.training or job.trained is None or current.micro_batch is None:
             return False
-        flow, step = job.trained.flow, job.trained.gradient.step
-        in_loop = flow.thread in (None, get_ident())
+        trains, step = job.trained, job.trained.step
+        in_loop = trains.thread in (None, get_ident())
         untouched = current.round == job.iterations.entries
         trained = in_loop and not untouched and step.leaves_batch
         if in_loop and not untouched and not reading.ahead and (trained or reading.trains_first):

@@ -1,9 +1,8 @@
-"""Records that rooms of training share: a micro-batch, the sizes and the outcome of a step."""
+"""Records that rooms of training share: a micro-batch, and the sizes of a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple
 
 from torch import Tensor
@@ -54,15 +53,3 @@ class StepSizes(NamedTuple):
     """Samples in it, over all replicas."""
     accumulation_steps: int
     """Largest number of micro-batches that a replica ran."""
-
-
-class StepOutcome(Enum):
-    """Outcome of a step; the same on all replicas."""
-
-    COMMITTED = "committed"
-    """The optimizer stepped: the step counts."""
-    SKIPPED = "skipped"
-    """No replica made it: a GradScaler found infinities, or the loop left it. Its samples are
-    used up and do not count."""
-    FAILED = "failed"
-    """A replica was lost in the middle of it. Nothing moves, and it is issued again."""

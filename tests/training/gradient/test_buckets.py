@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from resilin.training.gradient.records import Part, StepStart
+from resilin.training.gradient.step import StepGradient
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,10 +22,8 @@ from resilin.training.gradient.buckets import BucketReducer
 from resilin.training.gradient.norms import GroupNorms
 from resilin.training.gradient.packs import assign
 from resilin.training.gradient.parameters import Parameters
-from resilin.training.gradient.records import Part, StepStart
 from resilin.training.gradient.reducer import Model
 from resilin.training.gradient.reducer_choice import choose
-from resilin.training.gradient.step import StepGradient
 from tests.replicas import assert_identical, num_replicas, on_replicas, replica
 
 D = torch.float64

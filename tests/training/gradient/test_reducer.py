@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from resilin.training.gradient.records import Part, StepStart
+from resilin.training.gradient.step import StepGradient
 from torch import nn
 
 from resilin.core.noise import from_sums
@@ -12,10 +14,8 @@ from resilin.training.gradient.ddp import DdpReducer
 from resilin.training.gradient.local import LocalReducer
 from resilin.training.gradient.norms import GroupNorms
 from resilin.training.gradient.parameters import Parameters
-from resilin.training.gradient.records import Part, StepStart
 from resilin.training.gradient.reducer import Model, agree_on_source
 from resilin.training.gradient.reducer_choice import choose
-from resilin.training.gradient.step import StepGradient
 from tests.replicas import (
     assert_identical,
     both_reducers,

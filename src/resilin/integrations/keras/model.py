@@ -17,11 +17,11 @@ from resilin.integrations.keras.progress import NAME, Progress
 from resilin.integrations.keras.refusals import check_fit, check_model, check_step, is_writer
 from resilin.integrations.keras.steps import Steps
 from resilin.training.bridge.home import Home
-from resilin.training.lifecycle import start
 from resilin.training.loader import AdaptiveDataLoader
 from resilin.training.parallel import ScheduleBy
 from resilin.training.script.plan import PresentPlan, plan
 from resilin.training.sizing.batch_size import BatchSize
+from resilin.training.start import start
 
 
 class Model:

@@ -23,8 +23,8 @@ from resilin.telemetry.tensorboard import PREFIX
 from resilin.training.bridge.carried import CarriedState
 from resilin.training.bridge.home import Home
 from resilin.training.bridge.readout import read_out
-from resilin.training.lifecycle import start
 from resilin.training.script.epochs import begin_epoch
+from resilin.training.start import start
 from resilin.training.state import replica_parts
 
 SAVED = ("model", "optimizer", "scheduler", "scaler")

@@ -28,7 +28,7 @@ from resilin.integrations.lightning import files, hooks
 from resilin.integrations.lightning.means import EpochSums
 from resilin.training.bridge.home import Home
 from resilin.training.gates.scheduler import LOOSE
-from resilin.training.lifecycle import start
+from resilin.training.start import start
 from resilin.training.state.registry import MODEL
 from resilin.training.state.snapshot import split
 

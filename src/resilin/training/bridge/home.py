@@ -139,8 +139,7 @@ class Home:
         """
         trained = self.job.trained
         assert trained is not None
-        trained.prepare()
-        return trained.gradient.clip(max_norm, norm_type)
+        return trained.clip(max_norm, norm_type)
 
     def set_epoch(self, epoch: int) -> None:
         """Says how many epochs are done, without anything that is due between two epochs."""

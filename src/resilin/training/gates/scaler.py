@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -13,6 +12,9 @@ from resilin.compat.python_names import frame_of_caller
 from resilin.compat.torch_names import scale_of
 from resilin.engine.devices import Fetched
 from resilin.training.gates.patch import Patch
+
+if TYPE_CHECKING:
+    from resilin.training.step import Steps
 
 _FRAMES = 8
 """Most frames between `GradScaler.step` and whoever asks: wrappers of schedulers and of ours."""
@@ -34,30 +36,6 @@ def calling_scaler() -> bool:
     return False
 
 
-class ScaledOwner(Protocol):
-    """Interface of the model that the gate needs."""
-
-    def step_waits(self) -> bool:
-        """Whether the step is still being accumulated."""
-        ...
-
-    def step_pending(self) -> bool:
-        """Whether a gradient is there that was not used yet."""
-        ...
-
-    def change_gradient(self) -> AbstractContextManager[bool]:
-        """Surrounds changes of the gradient."""
-        ...
-
-    def skip_step(self) -> None:
-        """The scaler skipped the step."""
-        ...
-
-    def step_failed(self) -> bool:
-        """Whether the last step failed, so that it is issued again."""
-        ...
-
-
 class ScalerGate:
     """Holds back `unscale_`, `step` and `update` of a scaler while a step is accumulated.
 
@@ -65,7 +43,7 @@ class ScalerGate:
     which concerns them all.
     """
 
-    def __init__(self, scaler: GradScaler, optimizer: Optimizer, owner: ScaledOwner) -> None:
+    def __init__(self, scaler: GradScaler, optimizer: Optimizer, steps: Steps) -> None:
         self.scaler = scaler
         own = {name: getattr(scaler, name) for name in ("unscale_", "step", "update")}
         waited = False
@@ -73,26 +51,26 @@ class ScalerGate:
         def unscale_(target: Optimizer) -> None:
             if target is not optimizer:
                 own["unscale_"](target)
-            elif not owner.step_waits():
-                with owner.change_gradient():
+            elif not steps.step_waits():
+                with steps.gradient.changing():
                     own["unscale_"](target)
 
         def step(target: Optimizer, *args: Any, **kwargs: Any) -> Any:
             nonlocal waited
             if target is not optimizer:
                 return own["step"](target, *args, **kwargs)
-            waited = owner.step_waits()
+            waited = steps.step_waits()
             if waited:
                 return None
             result = own["step"](target, *args, **kwargs)
-            if owner.step_pending():
+            if steps.step.pending:
                 # The gradient was not finite: the optimizer was never called. The samples are
                 # used up, but neither clock nor noise count them.
-                owner.skip_step()
+                steps.skip_step()
             return result
 
         def update(*args: Any, **kwargs: Any) -> None:
-            if owner.step_failed():
+            if steps.step.failed:
                 # It is issued again: neither its scale nor what it has unscaled counts.
                 own["update"](scaler.get_scale())
             elif not waited:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from resilin.training.gradient.open_step import OpenStep
+from resilin.training.gradient.exchange import Exchange
 from resilin.training.gradient.parameters import Parameters
 
 _WIDEST = {torch.float16: 2.0}
@@ -23,18 +23,19 @@ class Accumulation:
 
     Args:
         parameters: The parameters of the model.
+        exchange: The step under way.
         views: Whether `.grad` may be views of buffers that the reduction writes to, so that a
             gradient that is put aside has to be copied.
     """
 
-    def __init__(self, parameters: Parameters, *, views: bool) -> None:
+    def __init__(self, parameters: Parameters, exchange: Exchange, *, views: bool) -> None:
         self._parameters = parameters
+        self._exchange = exchange
         self._views = views
         self._widest = min((_WIDEST.get(p.dtype, _WIDE) for p in parameters.all), default=_WIDE)
 
-    def begin_step(self, step: OpenStep) -> None:
+    def begin_step(self) -> None:
         """Forgets the step before. Gradients are left as they are."""
-        self._step = step
         self._unit = 0.0
         self._share = 1.0
         self.held: dict[Tensor, Tensor] | None = None
@@ -43,7 +44,7 @@ class Accumulation:
     @property
     def unit(self) -> float:
         """Weight that `.grad` has to be multiplied by, with the micro-batch at hand in it."""
-        part = self._step.part
+        part = self._exchange.step.part
         return self._unit or (0.0 if part is None else part.weight)
 
     @property
@@ -53,7 +54,7 @@ class Accumulation:
 
     def begin(self) -> None:
         """Prepares for the micro-batch at hand."""
-        part = self._step.part
+        part = self._exchange.step.part
         assert part is not None
         weight = part.weight
         self._share = 1.0

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from resilin.compat.torch_names import first_bucket_bytes, ignored_by_ddp
+from resilin.core.step import Share
 from resilin.engine.devices import Fetched
 from resilin.training.gradient.accumulation import Accumulation
 from resilin.training.gradient.bucket_options import BucketOptions
 from resilin.training.gradient.norms import total
-from resilin.training.gradient.open_step import OpenStep, Share
 from resilin.training.gradient.packs import Bucket, assign, kept_alike, send
 from resilin.training.gradient.reducer import Model
 from resilin.training.gradient.timing import Stopwatch
@@ -67,8 +67,9 @@ class BucketReducer:
 
     def __init__(self, model: Model) -> None:
         self._model = model
+        self._exchange = model.exchange
         self._options = BucketOptions.of(model)
-        self._sum = Accumulation(model.parameters, views=True)
+        self._sum = Accumulation(model.parameters, model.exchange, views=True)
         ignored = ignored_by_ddp(model.module)
         names: dict[Tensor, str] = {p: name for name, p in model.module.named_parameters()}
         self._trained = [p for p in model.parameters.trained if names.get(p) not in ignored]
@@ -117,9 +118,6 @@ class BucketReducer:
         self.group = None
         self._buckets, self._bucket_of = [], []
         self._now = self._new()
-        # These have the group of the host.
-        self.__dict__.pop("_step", None)
-        self._sum = Accumulation(self._model.parameters, views=True)
 
     def _new(self) -> _Reduction:
         missing = [len(bucket.parameters) for bucket in self._buckets]
@@ -127,11 +125,10 @@ class BucketReducer:
 
     # Forward and backward ------------------------------------------------------------------
 
-    def begin_step(self, step: OpenStep) -> None:
+    def begin_step(self) -> None:
         """Forgets the step before. Gradients are left as they are."""
         self._forget()
-        self._step = step
-        self._sum.begin_step(step)
+        self._sum.begin_step()
 
     def _forget(self) -> bool:
         """Forgets the reduction under way.
@@ -189,7 +186,7 @@ class BucketReducer:
 
     def _arrive(self, position: int) -> None:
         """Called when the gradient of a parameter is there, within the backward pass."""
-        step, now = self._step, self._now
+        step, now = self._exchange.step, self._now
         part = step.part
         if part is None or not part.last or not step.trained or step.result is not None:
             return
@@ -220,11 +217,11 @@ class BucketReducer:
     def _begin_next(self) -> None:
         """Begins to reduce the next bucket."""
         now, bucket = self._now, self._buckets[len(self._now.sent)]
-        if self._step.empty:
+        if self._exchange.step.empty:
             bucket.pack_nothing()
         else:
             bucket.pack(self._sum.unit / now.divisor, self._sum.share, self._sum.held)
-        if self._step.measure:
+        if self._exchange.step.measure:
             with now.watch:
                 now.before.append(self._norms(bucket))
         try:
@@ -238,7 +235,7 @@ class BucketReducer:
 
     def _choose_divisor(self, guess: float) -> float:
         """The total weight, or that of the step before where nobody knows it beforehand."""
-        known = self._step.total
+        known = self._exchange.step.total
         return (guess if known is None else known) or 1.0
 
     # The whole step ------------------------------------------------------------------------
@@ -249,7 +246,7 @@ class BucketReducer:
         Raises:
             PeerLost: A replica is gone; the step has to be given up.
         """
-        step, now, wait = self._step, self._now, self._model.wait
+        step, now, wait = self._exchange.step, self._now, self._model.wait
         if not trained and not step.empty:
             self._sum.hold(0.0)
         self._take_buffers()
@@ -257,11 +254,11 @@ class BucketReducer:
         if not now.divisor:
             # In half precision a bad guess could overflow.
             guess = 0.0 if self._half else self._weight_before
-            now.divisor = self._choose_divisor(guess or step.sum_of_weights())
+            now.divisor = self._choose_divisor(guess or self._exchange.sum_of_weights())
         while len(now.sent) < len(self._buckets):
             self._begin_next()
             self._raise_lost()
-        step.computed()
+        self._exchange.sync.computed()
         if not step.measure:
             self._send_ballot()
         for work in now.sent:
@@ -281,14 +278,14 @@ class BucketReducer:
     def _send_ballot(self) -> None:
         share = Share(
             divisor=self._now.divisor,
-            num_gradients=int(self._step.own_weight > 0),
+            num_gradients=int(self._exchange.step.own_weight > 0),
             seconds=self._now.watch.seconds,
         )
-        self._step.send(share)
+        self._exchange.send(share)
 
     def _measure(self) -> None:
         """Reduces the norms, and waits for them: after the ballot it would be too late."""
-        now, own = self._now, self._step.own_weight
+        now, own = self._now, self._exchange.step.own_weight
         with now.watch:
             none = torch.zeros(self._model.norms.num_groups, dtype=torch.float64)
             means = total([self._norms(bucket) for bucket in self._buckets] or [none])

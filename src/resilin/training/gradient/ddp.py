@@ -27,11 +27,11 @@ from resilin.compat.torch_names import (
     set_reduces,
     wrap_outputs,
 )
+from resilin.core.step import Share
 from resilin.engine.devices import Fetched
 from resilin.training.gradient import refusals
 from resilin.training.gradient.accumulation import Accumulation
 from resilin.training.gradient.norms import total
-from resilin.training.gradient.open_step import OpenStep, Share
 from resilin.training.gradient.reducer import Model, copy_from, fetch_norms
 from resilin.training.gradient.timing import Stopwatch
 
@@ -74,7 +74,8 @@ class DdpReducer:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._sum = Accumulation(model.parameters, views=True)
+        self._exchange = model.exchange
+        self._sum = Accumulation(model.parameters, model.exchange, views=True)
         self._trained = list(model.parameters.trained)
         self._half = any(p.dtype is torch.float16 for p in self._trained)
         self._armed = self._synced = False
@@ -120,10 +121,9 @@ class DdpReducer:
 
     # Forward and backward ------------------------------------------------------------------
 
-    def begin_step(self, step: OpenStep) -> None:
+    def begin_step(self) -> None:
         """Forgets the step before. Gradients are left as they are."""
-        self._step = step
-        self._sum.begin_step(step)
+        self._sum.begin_step()
         self._now = _Reduction()
 
     @property
@@ -150,7 +150,7 @@ class DdpReducer:
         """Ends this replica's part; without a backward pass of the user's, with one of its own."""
         if not trained:
             used: Sequence[Tensor] = ()
-            if not self._step.empty:
+            if not self._exchange.step.empty:
                 self._sum.hold(0.0)
                 used = list(self._sum.held or ())
             self._take_part(used)
@@ -220,7 +220,7 @@ class DdpReducer:
 
     def _reduce_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         buffer: Tensor = bucket.buffer()
-        if self._step.reduces:
+        if self._exchange.step.reduces:
             self._send_bucket(bucket, buffer)
             if bucket.is_last():
                 self._now.complete = True
@@ -241,7 +241,7 @@ class DdpReducer:
         self._weigh(bucket, buffer)
         parameters: Sequence[Tensor] = ()
         grads: Sequence[Tensor] = ()
-        if self._step.measure:
+        if self._exchange.step.measure:
             norms = self._model.norms
             with now.watch:
                 if not norms.one_group:
@@ -251,22 +251,22 @@ class DdpReducer:
         now.sent.append(_Sent(work, buffer, parameters, grads))
 
     def _send_ballot(self) -> None:
-        step, now = self._step, self._now
-        step.computed()
+        now = self._now
+        self._exchange.sync.computed()
         share = Share(
             divisor=now.divisor,
-            num_gradients=int(step.own_weight > 0),
+            num_gradients=int(self._exchange.step.own_weight > 0),
             # The norms after the reduction are still to come, and cost as much again.
             seconds=2 * now.watch.seconds,
         )
-        step.send(share)
+        self._exchange.send(share)
 
     def _await_buckets(self) -> None:
         """Waits for all reductions: the host if it is the one that reduces, else the device."""
         now, norms = self._now, self._model.norms
         for sent in now.sent:
             sent.work.wait()
-            if self._step.measure:
+            if self._exchange.step.measure:
                 now.after.append(norms.of(sent.parameters, sent.grads, sent.buffer))
         # DDP may replace the buckets before the next step.
         now.sent.clear()
@@ -279,14 +279,14 @@ class DdpReducer:
         """
         guess = self._weight_before
         if self._half or not guess:
-            guess = self._step.sum_of_weights()
-        total = self._step.total
+            guess = self._exchange.sum_of_weights()
+        total = self._exchange.step.total
         return (guess if total is None else total) or 1.0
 
     def _weigh(self, bucket: Any, buffer: Tensor) -> None:
         """Turns a bucket into this replica's share of the mean gradient, in place."""
         held = self._sum.held
-        if self._step.empty:
+        if self._exchange.step.empty:
             buffer.zero_()
             return
         if held is not None:
@@ -304,11 +304,11 @@ class DdpReducer:
 
     def rescale(self, weight: float) -> Fetched | None:
         """Corrects the guess of the total weight, if it was one."""
-        now, own = self._now, self._step.own_weight
+        now, own = self._now, self._exchange.step.own_weight
         self._weight_before = weight
         correction = now.divisor / weight
         self._model.parameters.scale_grads(correction)
-        if not self._step.measure:
+        if not self._exchange.step.measure:
             return None
         terms = total(now.before) * (now.divisor * now.divisor / own if own else 0.0)
         means = total(now.after) * (correction * correction)

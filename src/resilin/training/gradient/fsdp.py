@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from resilin.core.step import Share
 from resilin.engine.copies import CopyGroups
 from resilin.engine.devices import Fetched
 from resilin.training.gradient import refusals
 from resilin.training.gradient.copies import add_over_copies
 from resilin.training.gradient.norms import total
-from resilin.training.gradient.open_step import OpenStep, Share
 from resilin.training.gradient.reducer import Model, fetch_norms
 from resilin.training.gradient.sharding import Sharding, is_sharded
 from resilin.training.gradient.shared_buffers import SharedBuffers
@@ -89,6 +89,7 @@ class FsdpReducer:
     def __init__(self, model: Model) -> None:
         assert model.sharding is not None
         self._model = model
+        self._exchange = model.exchange
         self._sharding: Sharding = model.sharding
         plain = [p for p in model.parameters.trained if not is_sharded(p)]
         self._plain = Unsharded(plain, self._sharding, model.norms, model.wait)
@@ -164,9 +165,8 @@ class FsdpReducer:
 
     # Forward and backward ------------------------------------------------------------------
 
-    def begin_step(self, step: OpenStep) -> None:
+    def begin_step(self) -> None:
         """Forgets the step before. Gradients are left as they are."""
-        self._step = step
         self._now = _Step()
         self._micro = None
         self._ran.clear()
@@ -205,7 +205,7 @@ class FsdpReducer:
 
     def end_micro_batch(self, *, trained: bool) -> bool:
         """Takes in a micro-batch that is over, once."""
-        micro, step, now = self._micro, self._step, self._now
+        micro, step, now = self._micro, self._exchange.step, self._now
         if micro is None:
             return False
         if not trained:
@@ -232,7 +232,7 @@ class FsdpReducer:
 
     def _follow_copies(self) -> None:
         """Refuses a step in which a sum of earlier micro-batches would never be reduced."""
-        last = self._step.reduces
+        last = self._exchange.step.reduces
         for scatter in self._scatters:
             if not self._reduces_copies(scatter):
                 continue
@@ -255,15 +255,15 @@ class FsdpReducer:
 
     def finish(self, *, trained: bool) -> None:
         """Ends this process's part: unsharded gradients are reduced, and the ballot is sent."""
-        step, now = self._step, self._now
+        step, now = self._exchange.step, self._now
         if not step.changes:
             self.end_micro_batch(trained=trained)
-            step.computed()
-            self._plain.reduce(step, None if self._copies is None else self.group)
+            self._exchange.sync.computed()
+            self._plain.reduce(self._exchange, None if self._copies is None else self.group)
             if self._copies is not None:
                 self._add_copies(self._copies)
         self._buffers.share(self.group)
-        step.send(
+        self._exchange.send(
             Share(
                 divisor=0.0 if step.changes else self._divide_by(),
                 num_gradients=_UNKNOWN if now.unclear else now.num_measured,
@@ -281,7 +281,7 @@ class FsdpReducer:
         model, now = self._model, self._now
         shards = [p for scatter in self._scatters for p in scatter.parameters]
         add_over_copies(shards, groups.copies, model.wait)
-        if self._step.measure:
+        if self._exchange.step.measure:
             none = torch.zeros(model.norms.num_groups, dtype=torch.float64)
             now.summed = total(now.terms) if now.terms else none
             model.wait(dist.all_reduce(now.summed, group=self.group, async_op=True))
@@ -299,7 +299,7 @@ class FsdpReducer:
 
     def _weigh(self, scatter: UnitScatter, flat: Tensor) -> None:
         """Turns a flat gradient into this micro-batch's share of the mean, in place."""
-        step, now, micro = self._step, self._now, self._micro
+        step, now, micro = self._exchange.step, self._now, self._micro
         fills = micro is not None and micro.fills
         if step.part is None or not (step.trained or fills):
             raise RuntimeError(refusals.BARE)
@@ -334,11 +334,11 @@ class FsdpReducer:
         """The total weight, or a guess of it in steps in which nobody knows it beforehand."""
         now = self._now
         if now.divisor is None:
-            known = self._step.total
+            known = self._exchange.step.total
             guess = self._weight_before if known is None else known
             if not guess and self._copies is None:
                 # Not in a live job: this may be within the backward pass, where nothing may fail.
-                guess = self._step.sum_of_weights()
+                guess = self._exchange.sum_of_weights()
             now.divisor = guess or 1.0
         return now.divisor
 
@@ -352,7 +352,7 @@ class FsdpReducer:
                 scatter.check_order()
         self._weight_before = weight
         model.parameters.scale_grads(self._divide_by() / weight)
-        if not self._step.measure:
+        if not self._exchange.step.measure:
             self._penalties.add()
             return None
         means = self._means()

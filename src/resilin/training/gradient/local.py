@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from resilin.compat.torch_names import interpolate_all
+from resilin.core.step import Share
 from resilin.engine.devices import Fetched
 from resilin.training.gradient.accumulation import Accumulation
-from resilin.training.gradient.open_step import OpenStep, Share
 from resilin.training.gradient.reducer import Model, fetch_norms
 from resilin.training.gradient.timing import Stopwatch
 
@@ -28,7 +28,8 @@ class LocalReducer:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._sum = Accumulation(model.parameters, views=False)
+        self._exchange = model.exchange
+        self._sum = Accumulation(model.parameters, model.exchange, views=False)
 
     @classmethod
     def fits(cls, model: Model, group: dist.ProcessGroup | None) -> bool:
@@ -41,10 +42,9 @@ class LocalReducer:
     def detach(self) -> None:
         """There is nothing to take off."""
 
-    def begin_step(self, step: OpenStep) -> None:
+    def begin_step(self) -> None:
         """Forgets the step before. Gradients are left as they are."""
-        self._step = step
-        self._sum.begin_step(step)
+        self._sum.begin_step()
         self._mean: dict[Tensor, Tensor] = {}
         self._mean_weight = 0.0
         self._mean_norms: Tensor | None = None
@@ -70,8 +70,9 @@ class LocalReducer:
     def end_micro_batch(self, *, trained: bool) -> bool:
         """Takes in the micro-batch at hand, and measures it if the step is measured."""
         changed = self._sum.end_micro_batch(trained=trained)
-        part = self._step.part
-        if not trained or not self._step.measure or part is None or not part.weight:
+        step = self._exchange.step
+        part = step.part
+        if not trained or not step.measure or part is None or not part.weight:
             return changed
         with self._watch:
             self._measure(part.weight)
@@ -102,14 +103,14 @@ class LocalReducer:
 
     def finish(self, *, trained: bool) -> None:
         """Takes in the last micro-batch; what was measured becomes the gradient."""
-        if not self._step.empty:
+        if not self._exchange.step.empty:
             self._end_last(trained=trained)
         share = Share(
-            divisor=self._step.weight,
+            divisor=self._exchange.step.weight,
             num_gradients=self._num_measured,
             seconds=self._watch.seconds,
         )
-        self._step.send(share)
+        self._exchange.send(share)
 
     def _end_last(self, *, trained: bool) -> None:
         if not self._num_measured:

@@ -6,14 +6,14 @@ weights, the ballot and the noise, and none of that. `reducer_choice` chooses th
 
 In one step, the calls of a replica are, in this order:
 
-    begin_step(step)
+    begin_step()
     begin(); forward(call, last=False); end_micro_batch(trained=True)      per micro-batch
     begin(); forward(call, last=True); finish(trained=True)                the last one
     rescale(weight)                                                        all replicas agree
 
 A micro-batch may have no forward pass, or several. Where the loop leaves one out,
 `end_micro_batch` or `finish` come with `trained=False`: the collectives of the others have to be
-matched even then. A reducer calls `step.send(share)` exactly once in each step that ends in
+matched even then. A reducer calls `exchange.send(share)` exactly once in each step that ends in
 `finish`, at the moment that suits its own collectives, and at the latest there. None of its methods
 reads a tensor on the device, which the host would wait for, with one exception: where this replica
 has no gradient for a parameter, `finish` reads whether another one has, as DDP does.
@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from resilin.compat.torch_names import ignored_by_ddp
 from resilin.engine.collectives import Wait, wait_for
 from resilin.engine.devices import Fetched
+from resilin.training.gradient.exchange import Exchange
 from resilin.training.gradient.norms import GroupNorms
-from resilin.training.gradient.open_step import OpenStep
 from resilin.training.gradient.parameters import Parameters
 from resilin.training.gradient.sharding import Sharding
 
@@ -53,6 +53,8 @@ class Model:
     """Its parameters, and which of them are trained now."""
     norms: GroupNorms
     """Squared norms per parameter group of the optimizer."""
+    exchange: Exchange
+    """The step under way, and the way to the other replicas."""
     options: Mapping[str, Any]
     """Arguments of the user for DistributedDataParallel, or for what stands in its place."""
     wait: Wait = wait_for
@@ -91,12 +93,12 @@ class Reducer(Protocol):
         """Takes the wrapper and its hooks off the module."""
         ...
 
-    def begin_step(self, step: OpenStep) -> None:
-        """Takes the record of a new step, and forgets the one before; `.grad` stays as it is."""
+    def begin_step(self) -> None:
+        """Forgets the step before; `.grad` stays as it is."""
         ...
 
     def begin(self) -> None:
-        """Prepares `.grad` for the micro-batch `step.part`."""
+        """Prepares `.grad` for the micro-batch at hand."""
         ...
 
     def forward(self, call: Callable[[nn.Module], Any], *, last: bool) -> Any:

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-NOT_STEPPED = (
-    "the gradient of a step is complete, and another one begins without optimizer.step(): "
-    "accumulation by hand? The loader hands out micro-batches and the model accumulates them; "
-    "call optimizer.step() after each backward pass, which waits where it has to. To leave a step "
-    "on purpose, call optimizer.zero_grad() on all replicas"
-)
 BY_HAND = (
     "optimizer.step() was not called between two micro-batches of a step: accumulation by hand? "
     "The model accumulates them, and divides by their number itself: a loss that the loop divides, "
@@ -30,21 +24,6 @@ FAILED = (
     "a backward pass in the middle of a step failed, and a part of its gradient is in .grad; the "
     "step cannot be completed: let the error end the loop, or surround the loop's body with "
     "loader.retry_smaller() if memory ran out"
-)
-SECOND = (
-    "a second backward pass came after the gradient of the step was complete; add up the losses of "
-    "a micro-batch and call backward() once. torch.autograd.grad() through the model counts as "
-    "one: compute a gradient penalty with model.module"
-)
-TWICE = (
-    "a micro-batch is trained a second time after optimizer.step(), which has waited for the other "
-    "micro-batches of the step: each counts once; ask the loader for the next one, or set a larger "
-    "max_local_bsz"
-)
-STALE = (
-    "a backward pass came for a step that is over: its forward pass belongs to an earlier step; "
-    "run forward and backward within one micro-batch, and begin a pass over the loader after the "
-    "last step of the one before"
 )
 WEIGHTLESS = "the weights of a step's micro-batches add up to 0"
 LEFT = (

@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from resilin.compat.torch_names import multiply_all
 from resilin.engine.collectives import Wait
+from resilin.training.gradient.exchange import Exchange
 from resilin.training.gradient.norms import GroupNorms
-from resilin.training.gradient.open_step import OpenStep
 from resilin.training.gradient.sharding import Sharding
 
 
@@ -77,11 +77,11 @@ class Unsharded:
             self._sharding.processes_per_replica
         )
 
-    def reduce(self, step: OpenStep, everyone: dist.ProcessGroup | None = None) -> None:
+    def reduce(self, exchange: Exchange, everyone: dist.ProcessGroup | None = None) -> None:
         """Adds the gradients up over all members; `.grad` is the sum then. Collective.
 
         Args:
-            step: The step.
+            exchange: The way to the other members.
             everyone: The group of all members; None takes those of the mesh, one after the other.
         """
         if not self._parameters:
@@ -89,7 +89,7 @@ class Unsharded:
         mesh = self._sharding.mesh
         groups = [everyone] if everyone is not None else list(map(mesh.get_group, range(mesh.ndim)))
         # A parameter that no member used keeps no gradient, so that the optimizer leaves it alone.
-        used = step.add_up([float(parameter in self._sums) for parameter in self._parameters])
+        used = exchange.add_up([float(parameter in self._sums) for parameter in self._parameters])
         chosen = [p for p, count in zip(self._parameters, used, strict=True) if count]
         for kind in dict.fromkeys((p.dtype, p.device) for p in chosen):
             alike = [p for p in chosen if (p.dtype, p.device) == kind]

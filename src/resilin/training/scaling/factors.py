@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from resilin.core.noise import Noise, gain
 from resilin.core.rules import Factors, ScalingRule, group_factors, rule_name, total_noise
+from resilin.core.step import Reduced
 from resilin.engine.devices import Fetched
-from resilin.training.gradient.records import Reduced
 from resilin.training.records import MicroBatch
 from resilin.training.scaling.choice import compare_settings, compare_with_saved, settings_of
 from resilin.training.scaling.estimates import NoiseEstimates

@@ -12,7 +12,7 @@ from resilin.core import _validate
 from resilin.engine import overrides
 from resilin.engine.collectives import Collectives
 from resilin.training.job import current_job
-from resilin.training.lifecycle import start
+from resilin.training.start import start
 from resilin.training.state.registry import Stateful
 from resilin.training.state.settings import StateSettings
 from resilin.training.state.snapshot import Json, Version, join, split

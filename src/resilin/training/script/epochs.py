@@ -9,7 +9,7 @@ from resilin.core import _validate
 from resilin.core.hang import Phase
 from resilin.training.job import current_job
 from resilin.training.leaving import finish, leave
-from resilin.training.lifecycle import start
+from resilin.training.start import start
 
 
 def remaining_epochs_until(num_epochs: int) -> Iterator[int]:

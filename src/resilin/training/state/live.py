@@ -36,15 +36,11 @@ Report = Callable[[int, str, float], None]
 
 
 class Holder(Protocol):
-    """Something that holds groups of a generation, as the gradient of a model does."""
+    """Holds groups of a generation for a model, as its gradient does."""
 
     def let_go(self) -> None:
-        """Gives them up."""
+        """Gives them up, and the step that was lost in it."""
         ...
-
-
-class Gradient(Holder, Protocol):
-    """The gradient of a model."""
 
     def follow_copies(self) -> None:
         """Gives a sharded model the groups of the present generation."""
@@ -59,8 +55,8 @@ class Parts(NamedTuple):
     timeline: Timeline
     body: Body
     """Side effects of the step under way."""
-    gradient: Callable[[], Gradient | None]
-    """Returns the gradient of the model; None before there is one."""
+    trained: Callable[[], Holder | None]
+    """Returns the model that is trained; None before there is one."""
 
 
 class LiveState:
@@ -72,7 +68,7 @@ class LiveState:
     """
 
     def __init__(self, parts: Parts, changes: Changes) -> None:
-        self._engine, self._registry, self._timeline, self._body, self._gradient = parts
+        self._engine, self._registry, self._timeline, self._body, self._trained = parts
         self._changes = changes
         self._recovery: Recovery | None = None
         self._sums: MemberSums | None = None
@@ -154,9 +150,10 @@ class LiveState:
     def let_go(self) -> None:
         """Gives up the groups of the present generation."""
         self._since = time.monotonic()
-        for holder in (self._gradient(), self._recovery):
-            if holder is not None:
-                holder.let_go()
+        if (trained := self._trained()) is not None:
+            trained.let_go()
+        if self._recovery is not None:
+            self._recovery.let_go()
 
     def hand_over(self, leaving: frozenset[int]) -> None:
         """Gives those that stay the sums of those that leave. Collective."""
@@ -168,9 +165,9 @@ class LiveState:
         engine, changes, recovery, sums = self._engine, self._changes, self._recovery, self._sums
         assert recovery is not None
         assert sums is not None
-        if (gradient := self._gradient()) is not None:
+        if (trained := self._trained()) is not None:
             # Before any state is taken: which part of it a process holds depends on them.
-            gradient.follow_copies()
+            trained.follow_copies()
         held = self._held()
         said = [held and held.to_json(), changes.place, changes.outside]
         everyone = engine.gather([*said, engine.membership.generation, recovery.branch])

@@ -1,0 +1,743 @@
+"""One optimizer step after another: plan, accumulate, vote, decide, commit. Read this first.
+
+The loader begins a step (`begin_step`), on all replicas at the same point. Then the calls of the
+loop drive it: `forward` for `model(x)`, `_backward_begins` and `_backward_ends` within
+`loss.backward()`, `step_waits` and `make_step` within `optimizer.step()`. All that is known of it
+is one frozen `Step` (`core.step`), which this module alone replaces.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from threading import get_ident
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from resilin.compat.torch_names import after_backward
+from resilin.core._warn import warn
+from resilin.core.clock import Clock, Reference
+from resilin.core.hang import Phase
+from resilin.core.membership import Membership
+from resilin.core.rules import ScalingRule
+from resilin.core.step import LOST, NOT_STEPPED, Outcome, Part, Reduced, Step
+from resilin.training import hints
+from resilin.training.ballot import Ballot
+from resilin.training.gates.factors import applied
+from resilin.training.gates.optimizer import Gate, ModuleGate
+from resilin.training.gates.others import OtherOptimizers
+from resilin.training.gates.patch import Patch, Removable
+from resilin.training.gates.scaler import ScalerGate, calling_scaler
+from resilin.training.gates.scheduler import ClockedScheduler, SchedulerGate
+from resilin.training.gradient import refusals
+from resilin.training.gradient.gradient import Gradient
+from resilin.training.gradient.norms import GroupNorms
+from resilin.training.gradient.sharding import Sharding
+from resilin.training.job import Job
+from resilin.training.records import MicroBatch, StepSizes
+from resilin.training.report.recorder import Recorder
+from resilin.training.scaling.factors import StepScaling
+from resilin.training.start import start
+from resilin.training.state.divergence import DivergenceCheck
+from resilin.training.state.recovery import Recovery
+from resilin.training.tensors import tensors_in
+
+logger = logging.getLogger("resilin")
+
+
+class Average(Protocol):
+    """An average of the weights that follows the steps of a model."""
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the model has the averaged weights now, in place of its own."""
+        ...
+
+    def follow(self, before: Clock, after: Clock, reference: Reference) -> None:
+        """Take in the weights after a step.
+
+        Args:
+            before: The clock before the step.
+            after: The clock after it.
+            reference: The reference run, in whose steps clocks are read.
+        """
+        ...
+
+
+# Between two steps -----------------------------------------------------------------------------
+
+
+def begin_step(job: Job, asked_by: object = None) -> Membership:
+    """Ends the last step and begins the next one. Called by all replicas before each step.
+
+    Args:
+        job: The job.
+        asked_by: The iteration that asks for the step; None for a loader that is not resilin's.
+
+    Returns:
+        Who takes part in the step.
+    """
+    begins = job.iterations.begins_step(asked_by)
+    recovery, recorder = end_body(job, asked_by, ends_step=begins)
+    recovery.between_steps()
+    assert job.random is not None
+    job.random.begin_step()
+    if not begins:
+        # Another loader has begun the step: within it nobody joins or leaves.
+        return job.engine.membership
+    membership = job.engine.begin_step()
+    job.timer.begin()
+    if job.measured is not None:
+        hints.step_begins(job, job.measured)
+    recorder.step_begins()
+    job.engine.pulse.begin_step()
+    if job.live is not None:
+        job.live.step_begins()
+    return membership
+
+
+def end_body(
+    job: Job, asked_by: object = None, *, ends_step: bool = True
+) -> tuple[Recovery, Recorder]:
+    """Ends the loop body of the last step, if there was one; it is reported before all else."""
+    recovery = start(job)
+    if job.trained is not None:
+        job.trained.end_body()
+        job.trained.close(asked_by)
+    assert job.recorder is not None
+    if ends_step:
+        job.engine.pulse.beat(Phase.BETWEEN, job.clock.steps)
+        job.timer.end()
+        job.recorder.step_over()
+    return recovery, job.recorder
+
+
+def end_lost_step(job: Job) -> None:
+    """Ends a step that was lost with a member, when the loop asks for what follows it."""
+    if job.trained is not None and job.trained.step.lost:
+        job.trained.commit(Outcome.FAILED)
+
+
+class Steps:
+    """The steps of one model. It is the owner that the gates of its optimizer ask.
+
+    Args:
+        job: The job.
+        face: The `AdaptiveDataParallel` of the script.
+        module: The module that is trained.
+        optimizer: The user's optimizer.
+        scaling: Gain and factors of a step.
+        check: Compares the replicas.
+        options: Arguments of the user for DistributedDataParallel.
+        sharding: Division of the parameters among processes, if they are sharded.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        face: nn.Module,
+        module: nn.Module,
+        optimizer: Optimizer,
+        *,
+        scaling: StepScaling,
+        check: DivergenceCheck,
+        options: dict[str, Any],
+        sharding: Sharding | None,
+    ) -> None:
+        self.job = job
+        self.face = face
+        self.optimizer = optimizer
+        self.scaling = scaling
+        self.scheduler: ClockedScheduler | None = None
+        """The scheduler that a clock steps, if there is one."""
+        self.averages: list[Average] = []
+        """Averages of the weights, which follow each step that is made."""
+        self.weight: float | None = None
+        """Weight of the micro-batch at hand, if the user says it."""
+        self.using: Any = None
+        """The batch that the model is called with, if the user says it."""
+        self.thread: int | None = None
+        """The thread that trains."""
+        self._check = check
+        engine = job.engine
+        per_replica = engine.processes_per_replica
+        self._ballot = Ballot(job.voters, engine.wait, processes_per_replica=per_replica)
+        self.gradient = Gradient(
+            module,
+            GroupNorms(optimizer, module.parameters()),
+            options,
+            engine,
+            self._ballot,
+            sharding,
+            backward_begins=self._backward_begins,
+        )
+        self._gate = Gate(optimizer, self)
+        self._gates: list[Removable] = [self._gate]
+        self._scaler: ScalerGate | None = None
+
+    @property
+    def step(self) -> Step:
+        """The step under way, or the one to come."""
+        return self.gradient.exchange.step
+
+    @step.setter
+    def step(self, step: Step) -> None:
+        self.gradient.exchange.step = step
+
+    # Gates ---------------------------------------------------------------------------------
+
+    @property
+    def schedulers(self) -> SchedulerGate:
+        """The gate of the optimizer's schedulers."""
+        return self._gate.schedulers
+
+    def gate(
+        self,
+        module: nn.Module,
+        scheduler: ClockedScheduler | None,
+        scaler: torch.amp.GradScaler | None,
+        keeps: Callable[[Optimizer], bool],
+    ) -> None:
+        """Make the module, the scheduler of a clock and the scaler wait, as the optimizer does.
+
+        Args:
+            module: The module that is trained.
+            scheduler: The scheduler that a clock steps, if there is one.
+            scaler: The GradScaler, if there is one.
+            keeps: Whether the job keeps the state of another optimizer.
+        """
+        self.scheduler = scheduler
+        self._gate.schedulers.hand_to(scheduler)
+        self.add_gate(ModuleGate(module, self))
+        refuse = partial(_refuse_group, len(self.optimizer.param_groups))
+        self.add_gate(Patch(self.optimizer, {"add_param_group": refuse}))
+        self.add_gate(OtherOptimizers(self._gate, module.parameters(), keeps, self._in_training))
+        if scaler is not None:
+            self._scaler = ScalerGate(scaler, self.optimizer, self)
+            self.add_gate(self._scaler)
+
+    def add_gate(self, gate: Removable) -> None:
+        """Remove this gate together with the others, in `release`."""
+        self._gates.append(gate)
+
+    def release(self) -> None:
+        """Restore the methods of optimizer, schedulers, scaler and module."""
+        for gate in self._gates:
+            gate.remove()
+        self.gradient.release()
+
+    # Questions -----------------------------------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.face.training
+
+    @property
+    def trains(self) -> bool:
+        """Whether a forward pass that begins now is one of training."""
+        return self.face.training and torch.is_grad_enabled()
+
+    @property
+    def rule(self) -> ScalingRule:
+        """The scaling rule."""
+        return self.scaling.rule
+
+    @property
+    def stepped(self) -> bool:
+        """Whether a step was made with the micro-batch that the loop works on."""
+        return self.step.made_with(self._number())
+
+    @property
+    def has_averaged_weights(self) -> bool:
+        """Whether the weights of the model are those of an average now."""
+        return any(average.is_applied for average in self.averages)
+
+    def _number(self) -> int | None:
+        micro = self.job.iterations.micro_batch
+        return None if micro is None else micro.number
+
+    def _in_training(self) -> bool:
+        micro = self.job.iterations.micro_batch
+        return micro is not None and micro.training
+
+    def has_begun(self) -> bool:
+        """Whether the step has a gradient, or may have one without more of this replica."""
+        step = self.step
+        if step.pending or step.part is None:
+            return step.pending
+        # Nothing was trained so far, but micro-batches or other replicas have it to come.
+        elsewhere = not step.part.last or self.job.engine.membership.num_processes > 1
+        return elsewhere and not self.gradient.calls.returned
+
+    def schedule_waits(self) -> bool:
+        """Asked by the gate: whether the body works on a step that is incomplete, or not made."""
+        micro, step = self.job.iterations.micro_batch, self.step
+        return step.failed or step.stopped or (micro is not None and not micro.last)
+
+    # 1. A micro-batch: the model is called ---------------------------------------------------
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the module in training, as the current micro-batch of the step."""
+        if self.has_averaged_weights:
+            raise RuntimeError(
+                "the model trains while it has averaged weights: what it learns now would be lost "
+                "when its own weights come back. Train outside of `with ema.applied():`, and call "
+                "model.eval() or use torch.no_grad() within it"
+            )
+        iterations, step = self.job.iterations, self.step
+        values = (args, kwargs) if self.using is None else self.using
+        iterations.follow(values, called=step.called, pending=step.pending)
+        micro = iterations.micro_batch
+        if micro is None:
+            self._take_batch(self._size_of(args, kwargs))
+        elif micro.training:
+            self._take_micro_batch(micro)
+        else:
+            raise RuntimeError(refusals.EVALUATION)
+        with iterations.measured_forward():
+            return self.gradient.forward(args, kwargs)
+
+    def _take_batch(self, weight: float) -> None:
+        """Takes a batch of any other loader: each is a step of its own.
+
+        Its size is that of the largest call before its backward pass.
+        """
+        if self.step.called:
+            self.step = self.step.reweighed(weight)
+        elif self.step.part is None or self.step.result is not None:
+            begin_step(self.job)
+            part = Part(weight=weight, samples=round(weight), last=True, total=None)
+            self._begin(part, first=True)
+
+    def _take_micro_batch(self, micro: MicroBatch) -> None:
+        """Takes the micro-batch that the loader has handed out, if it is a new one."""
+        step = self.step
+        if step.is_in(micro.number):
+            return
+        if self.weight is not None and micro.total_weight is None:
+            raise ValueError(
+                f"this micro-batch has two weights: {micro.weight:g} by batch_weight of the "
+                f"loader, and {self.weight:g} by model.weight(); take one of them"
+            )
+        part = Part(
+            number=micro.number,
+            weight=self.weight if self.weight is not None and micro.weight else micro.weight,
+            samples=micro.count,
+            last=micro.last,
+            total=micro.total_weight if self.weight is None else None,
+        )
+        # Where the loop has left out the first micro-batch, the step begins with another one.
+        first = step.part is None or micro.index == 0
+        self._begin(part, first=first)
+        if not first and step.accumulated_by_hand and not self.job.iterations.in_framework:
+            warn(refusals.BY_HAND)
+        self.thread = get_ident()
+        self.job.iterations.enter(first=first)
+
+    def _size_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        if self.weight is not None:
+            return self.weight
+        first = next((t for t in tensors_in(args, kwargs) if t.dim() > 0), None)
+        if first is None:
+            raise ValueError(
+                "the size of this batch cannot be read from the model's inputs: no tensor with a "
+                "first dimension; say it with `with model.weight(n):`"
+            )
+        return float(first.shape[0])
+
+    def _begin(self, part: Part, *, first: bool) -> None:
+        """Begins a micro-batch.
+
+        Raises:
+            RuntimeError: The step or the micro-batch before it was not ended as it should be.
+        """
+        gradient = self.gradient
+        if first:
+            self._open(part)
+        else:
+            self._end_micro_batch()
+            if names := gradient.parameters.changed():
+                raise RuntimeError(
+                    f"requires_grad of {gradient.parameters.describe(names)} was changed in the "
+                    "middle of a step, between two of its micro-batches; freeze and unfreeze "
+                    "between two optimizer steps"
+                )
+            gradient.calls.next_micro_batch()
+        self.step = self.step.with_part(part)
+        gradient.begin()
+        if not first:
+            gradient.seals.close()
+
+    def _open(self, part: Part) -> None:
+        """Opens a step, whose first micro-batch this is."""
+        job, gradient = self.job, self.gradient
+        # One micro-batch alone has nothing to be compared with.
+        several = job.engine.membership.num_replicas > 1 or not part.last
+        opened = self.step.opened(
+            steps=job.clock.steps,
+            measure=several and self.scaling.estimates.due(autoscaled=job.sized_by_noise),
+            seconds=job.timer.usual,
+        )
+        if self.step.pending:
+            warn(refusals.LEFT)
+        self.drop()
+        gradient.parameters.check()
+        others, changed = gradient.has_other_members(), bool(gradient.parameters.changed())
+        if changed:
+            gradient.update()
+            if not others and gradient.exchange.group is not None:
+                # In place of the reduction that the others expect, if they have changed nothing.
+                self.step = opened.changed()
+                gradient.take_part_empty()
+        if others or changed:
+            gradient.attach()
+        self.step = opened
+        gradient.hooks.begin_step()
+        gradient.seals.begin_step()
+
+    def _end_micro_batch(self) -> None:
+        """Ends the micro-batch before another one: it was trained, or left out."""
+        if self.step.in_backward:
+            raise RuntimeError(refusals.FAILED)
+        self._settle()
+        self.gradient.leave_out()
+
+    def _settle(self) -> None:
+        """Takes in the micro-batch that is over, before another one changes `.grad`.
+
+        Raises:
+            RuntimeError: Somebody changed the gradient.
+        """
+        self.gradient.seals.verify(complete=self.step.complete)
+        if self.step.fresh and self.step.result is None:
+            self.step = self.step.taken_in()
+            self.gradient.take_in()
+
+    # 2. Its backward pass --------------------------------------------------------------------
+
+    def _backward_begins(self) -> None:
+        """Called when a backward pass reaches the output of a call of the model."""
+        step, gradient = self.step, self.gradient
+        if step.in_backward:
+            return
+        self.step = step.backward_under_way()
+        after_backward(self._backward_ends)
+        if step.part is None or step.result is not None:
+            return  # Its end refuses it.
+        gradient.seals.verify(complete=False)
+        gradient.seals.open()
+        gradient.seals.check_zeroed()
+        self.step = self.step.reached(gradient.calls.weight())
+
+    def _backward_ends(self) -> None:
+        """Called at the end of that pass; the last one of this replica reduces, and votes."""
+        self.step = self.step.without_backward()
+        self.step = step = self.step.backward_over()
+        self.gradient.calls.check()
+        assert step.part is not None
+        # DDP has queued its own end by now. Ours comes after it, when gradients are reduced. FSDP
+        # may queue its own ends later than ours, and change gradients there.
+        after_backward(self._vote if step.part.last else self.gradient.seals.close)
+
+    # 3. The ballot of all replicas -----------------------------------------------------------
+
+    def _vote(self) -> None:
+        self._reduce()
+
+    def _reduce(self) -> Reduced:
+        """Completes the gradient: from here on, `.grad` is the mean over the global batch.
+
+        Raises:
+            RuntimeError: A second backward pass through the last micro-batch.
+        """
+        gradient = self.gradient
+        self.step.check_reduced_once()
+        if self.step.result is None:
+            head = gradient.take_part(trained=self.step.fresh)
+            self.step = self.step.reduced(LOST if head is None else gradient.complete(head))
+            gradient.sync.reduced()
+            if self.step.complete:
+                gradient.seals.close()
+        assert self.step.result is not None
+        return self.step.result
+
+    def _leave_replicas(self) -> None:
+        """Leaves the step without its last backward pass: no replica makes it."""
+        self.step = self.step.without_backward().leaving()
+        if self.gradient.take_part_empty() is None:
+            self.step = self.step.reduced(LOST)
+
+    # 4. `optimizer.step()` decides -----------------------------------------------------------
+
+    def step_waits(self) -> bool:
+        """Whether `optimizer.step` must not step now.
+
+        More micro-batches of the step are to come, or a replica has left the step.
+
+        Raises:
+            RuntimeError: There is no gradient, or it was changed.
+        """
+        if self.step.stopped:
+            return True
+        micro = self.job.iterations.micro_batch
+        if micro is not None and micro.training and self.step.part is not None:
+            # It may be left out before its forward pass.
+            self._take_micro_batch(micro)
+        if self.step.part is None or not self.has_begun():
+            raise RuntimeError(refusals.no_backward(self.gradient.calls.returned))
+        if self._scaler is None and calling_scaler():
+            raise RuntimeError(
+                "a GradScaler steps this optimizer, and resilin does not know it: its gradients "
+                "would be unscaled before they are complete; pass it as scaler="
+            )
+        self._settle()
+        if self.step.part.last and self.step.result is None:
+            self._end_micro_batch()
+            self._reduce()
+        self.step = self.step.asked()
+        return self.step.waited
+
+    def gradient_waits(self) -> bool:
+        """Whether `zero_grad` would destroy a part of the step.
+
+        Once the gradient is complete, `zero_grad` before `optimizer.step` leaves the step.
+        """
+        if self.step.complete:
+            self.leave_step()
+        return self.step.pending
+
+    def prepare(self) -> Reduced:
+        """Turns the complete gradient into gain and factors, once per step."""
+        if self.scaling.prepared is not None:
+            return self.scaling.prepared
+        reduced, measured = self._reduce(), self.step.measure
+        scaler = self._scaler if measured else None
+        self.scaling.prepare(
+            reduced,
+            self.job.iterations.micro_batch,
+            measured=measured,
+            gradient_scale=None if scaler is None else scaler.scale(),
+        )
+        return reduced
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        """Clips the complete gradient; returns the norm before. Collective if it is sharded."""
+        self.prepare()
+        return self.gradient.clip(max_norm, norm_type)
+
+    def make_step(self, own: Callable[[], Any]) -> Any:
+        """Makes a step whose gradient is complete; called by `optimizer.step`.
+
+        The engine is asked before anything is changed: the parameters of a step that a lost replica
+        took part in stay as they were, and it can be issued again.
+
+        Args:
+            own: The optimizer's own `step`.
+
+        Returns:
+            Its result; None if the step failed.
+        """
+        job = self.job
+        job.iterations.check_unused(told=self.scaling.reference.is_told)
+        self.prepare()
+        if not job.engine.all_committed():
+            self.commit(Outcome.FAILED)
+            return None
+        self._check.check(self._ballot.said_to(self._check))
+        try:
+            with applied(self.optimizer, self.scaling.last.factors):
+                result = own()
+        except BaseException:
+            job.torn = True
+            raise
+        job.torn = False
+        self.commit(Outcome.COMMITTED)
+        return result
+
+    def skip_step(self) -> None:
+        """Called by the scaler's gate: the gradient was not finite."""
+        self.commit(Outcome.SKIPPED)
+
+    def leave_step(self) -> None:
+        """Called when the loop, here or on another replica, has abandoned the step."""
+        self.commit(Outcome.FAILED if self.step.lost else Outcome.SKIPPED)
+
+    # 5. Commit: the one place where clock, cursor and scheduler move -------------------------
+
+    def commit(self, outcome: Outcome) -> None:
+        """Ends a step with this outcome.
+
+        - committed: clock, averages, report, votes, cursor and scheduler move, in this order;
+        - skipped: votes count, and the cursor moves when the loader is asked for the next step;
+        - failed: nothing moves, and the loader issues the step again. Buffers and random generators
+          keep what the failed attempt did to them. A loader that is not one of resilin's cannot
+          issue it again: its samples are lost.
+        """
+        if outcome is Outcome.COMMITTED:
+            self._committed()
+        elif outcome is Outcome.SKIPPED:
+            self._end_step(outcome, measured=False)
+        else:
+            self._failed()
+
+    def _committed(self) -> None:
+        job, timeline, reference = self.job, self.job.timeline, self.scaling.reference
+        reduced, scaled, measured = self.prepare(), self.scaling.last, self.step.measure
+        due = 0.0 if self.scheduler is None else reference.read(self.scheduler.clock)
+        before, plan, micro = timeline.clock, job.iterations.plan, job.iterations.micro_batch
+        samples = reduced.samples
+        timeline.clock = before.advance(
+            samples=samples,
+            scale=scaled.scale,
+            gain=scaled.gain,
+            tokens=reduced.weight,
+            sample_steps=None if micro is None else micro.sample_steps * (samples / micro.samples),
+        )
+        timeline.last_step = StepSizes(samples, 1 if plan is None else plan.steps)
+        for average in self.averages:
+            average.follow(before, timeline.clock, reference.of_clock())
+        timeline.committed_in = job.engine.membership.generation
+        job.engine.committed()
+        if job.measured is not None:
+            hints.committed(job, job.measured, plan)
+        if job.recorder is not None:
+            job.recorder.committed(self.scaling, self.optimizer, samples, plan)
+        self._end_step(Outcome.COMMITTED, measured=measured)
+        job.iterations.commit(timeline.clock.progress - before.progress)
+        if self.scheduler is not None:
+            now = reference.read(self.scheduler.clock)
+            self.scheduler.advance(due, now, reference.schedule_end(due))
+
+    def _end_step(self, outcome: Outcome, *, measured: bool) -> None:
+        """Ends a step that was made or skipped: votes are counted, the next step may begin."""
+        self.scaling.estimates.schedule.committed(measured=measured)
+        self._ballot.count()
+        if self.step.complete:
+            self.gradient.seals.use()
+        else:
+            self.gradient.seals.forget_used()
+        self.step = self.step.ended(outcome, self._number())
+        self.gradient.forget()
+        self.scaling.end()
+
+    def _failed(self) -> None:
+        """Discards a step, as if it had not begun; none of its votes counts."""
+        job = self.job
+        self.drop()
+        self.scaling.take_back()
+        self.step = self.step.ended(Outcome.FAILED, self._number())
+        reissued = job.iterations.fail()
+        if job.live is not None:
+            job.live.step_lost()
+        # A member that is lost is reported by the launcher, and the step is not lost.
+        level = logging.DEBUG if job.live is not None and reissued else logging.WARNING
+        logger.log(
+            level,
+            "step %d failed: not all replicas took part in it. %s",
+            job.clock.steps,
+            "It is issued again" if reissued else "Its loader cannot issue its samples again",
+        )
+
+    # What a loop leaves ----------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """Forgets the step that is under way, with its gradient."""
+        step = self.step
+        if step.untouched:
+            return
+        if step.backwards or step.in_backward:
+            self.gradient.parameters.clear_grads()
+        self.gradient.abandon()
+        self.step = step.dropped()
+        self.gradient.forget()
+
+    def drop_step(self) -> bool:
+        """Discards the current step, with its gradient.
+
+        Returns:
+            Whether it could: not if other replicas already have a part of it.
+        """
+        if self.step.result is not None or self.gradient.shared:
+            return False
+        self.drop()
+        self.scaling.end()
+        return True
+
+    def let_go(self) -> None:
+        """Gives up the replicas of a generation that is over, and the step that was lost in it."""
+        self.drop()
+        self.gradient.let_go()
+
+    def follow_copies(self) -> None:
+        """Gives a sharded model of a live job the groups of the present generation."""
+        self.gradient.follow_copies()
+
+    def end_body(self) -> None:
+        """The loop body of a step is over, or that of one that was given up."""
+        self._gate.schedulers.settle(given_up=self.step.pending or self.step.failed)
+        # Others may have made the step, and given it to this replica: it is not issued again then,
+        # and what the loop does next belongs to no failed step.
+        self.step = self.step.body_over()
+
+    def close(self, asked_by: object) -> None:
+        """Called when an iteration over a loader asks for the next step: the last one is over.
+
+        A replica that has left its last micro-batch without a backward pass leaves the step, and
+        then no replica makes it. Its samples are used up, and do not count.
+
+        Args:
+            asked_by: The iteration that asks; None if it is not one over a loader of ours.
+
+        Raises:
+            RuntimeError: The gradient of the last step is complete, and was not used.
+        """
+        step, iterations = self.step, self.job.iterations
+        if step.complete:
+            raise RuntimeError(NOT_STEPPED)
+        if step.stopped:
+            if not step.lost:
+                warn(refusals.LEFT_BY_ANOTHER)
+            self.leave_step()
+            return
+        if asked_by is not None and iterations.is_elsewhere(asked_by):
+            return  # Of nested or zipped loops, another one says what is trained on.
+        micro = iterations.micro_batch
+        if micro is None or not self._left_out(micro):
+            if step.pending:
+                warn(refusals.LEFT)
+            self.drop()
+            self.step = self.step.passed_over(self._number())
+            return
+        membership = self.job.engine.membership
+        warn(
+            f"replica {membership.replica} of {membership.num_replicas} left the last micro-batch "
+            "of a step without a backward pass: no replica makes this step, and its samples do not "
+            "count"
+        )
+        self._take_micro_batch(micro)
+        self._leave_replicas()
+        self.leave_step()
+
+    def _left_out(self, micro: MicroBatch) -> bool:
+        """Whether a last micro-batch was handed out to train on, and no step has ended since.
+
+        Without a gradient, and without other replicas that wait for one, nothing was left.
+        """
+        if not (micro.training and micro.last):
+            return False
+        if micro.number == self.step.ended_at or self.job.iterations.committed:
+            return False
+        return self.step.pending or self.job.engine.membership.num_processes > 1
+
+
+def _refuse_group(present: int, group: dict[str, Any]) -> None:
+    raise ValueError(
+        f"add_param_group() came after the optimizer was given to AdaptiveDataParallel with "
+        f"{present} parameter groups: its factors, the noise and the saved state are those of "
+        "these groups; add groups before that, and unfreeze them later with requires_grad_(True)"
+    )
