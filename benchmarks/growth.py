@@ -143,7 +143,7 @@ def step_seconds(replicas: int, num_steps: int) -> tuple[float, int]:
     times, ballots, start = [], [0], time.process_time()
     for x, y in loader:
         F.cross_entropy(model(x), y).backward()
-        if (sent := model._trained._ballot.sent) is not None:
+        if (sent := model._steps._ballot.sent) is not None:
             ballots.append(sent.numel())
         optimizer.step()
         optimizer.zero_grad()

@@ -118,7 +118,7 @@ def test_training_on_it_ends_as_on_the_cpu(monkeypatch):
     # The last micro-batch of a step ends with the reduction, which reads what it needs.
     assert kind.calls.count("end_micro_batch") == STEPS * (MICRO_BATCHES - 1)
     # How long a reduction took is known when the device has passed its end, by the device's clock.
-    assert [model._gradient.sync.seconds() for _ in range(3)] == [None, None, 0.005]
+    assert [model._steps.gradient.sync.seconds() for _ in range(3)] == [None, None, 0.005]
 
 
 def test_state_is_copied_when_the_device_has_done_its_part(tmp_path, monkeypatch, made_up):

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from resilin.training.gradient.step import StepGradient
-from resilin.training.model import TrainedModel
 
+from resilin.training.step import Steps
 from tests.counted import group
 from tests.counted.device import Told
 from tests.counted.loop import STEPS, Run, Setup, train
@@ -110,15 +109,15 @@ def of_optimizer(self):
 
 
 def of_gradient(self):
-    return self._model.parameters.all[0]
+    return self.gradient.parameters.all[0]
 
 
 @pytest.mark.world_size(1)
 @pytest.mark.parametrize(
     ("owner", "name", "parameter", "thread"),
     [
-        (TrainedModel, "step_optimizer", of_optimizer, "MainThread"),
-        (StepGradient, "conclude", of_gradient, "Dummy-"),
+        (Steps, "_committed", of_optimizer, "MainThread"),
+        (Steps, "_reduce", of_gradient, "Dummy-"),
     ],
     ids=["optimizer.step", "backward"],
 )

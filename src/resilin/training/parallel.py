@@ -356,7 +356,7 @@ class AdaptiveDataParallel(nn.Module):
 
     def measures_next(self) -> bool:
         """Whether noise is measured in the next step, if its gradient comes in several parts."""
-        return self._scaling.estimates.due(autoscaled=self.job.sized_by_noise)
+        return self._steps.measures_next()
 
     # The step ------------------------------------------------------------------------------
 

@@ -312,7 +312,7 @@ class Steps:
         elif self.step.part is None or self.step.result is not None:
             begin_step(self.job)
             part = Part(weight=weight, samples=round(weight), last=True, total=None)
-            self._begin(part, first=True)
+            self._begin(part, self._opened(part))
 
     def _take_micro_batch(self, micro: MicroBatch) -> None:
         """Takes the micro-batch that the loader has handed out, if it is a new one."""
@@ -333,7 +333,7 @@ class Steps:
         )
         # Where the loop has left out the first micro-batch, the step begins with another one.
         first = step.part is None or micro.index == 0
-        self._begin(part, first=first)
+        self._begin(part, self._opened(part) if first else None)
         if not first and step.accumulated_by_hand and not self.job.iterations.in_framework:
             warn(refusals.BY_HAND)
         self.thread = get_ident()
@@ -350,15 +350,34 @@ class Steps:
             )
         return float(first.shape[0])
 
-    def _begin(self, part: Part, *, first: bool) -> None:
+    def _opened(self, part: Part) -> Step:
+        """The step whose first micro-batch this is, and what is known of it."""
+        job = self.job
+        # One micro-batch alone has nothing to be compared with.
+        several = job.engine.membership.num_replicas > 1 or not part.last
+        return self.step.opened(
+            steps=job.clock.steps,
+            measure=several and self.measures_next(),
+            seconds=job.timer.usual,
+        )
+
+    def measures_next(self) -> bool:
+        """Whether noise is measured in the next step, if its gradient comes in several parts."""
+        return self.scaling.estimates.due(autoscaled=self.job.sized_by_noise)
+
+    def _begin(self, part: Part, opened: Step | None) -> None:
         """Begins a micro-batch.
+
+        Args:
+            part: The micro-batch.
+            opened: The step, if a new one begins with it.
 
         Raises:
             RuntimeError: The step or the micro-batch before it was not ended as it should be.
         """
         gradient = self.gradient
-        if first:
-            self._open(part)
+        if opened is not None:
+            self._open(opened)
         else:
             self._end_micro_batch()
             if names := gradient.parameters.changed():
@@ -370,19 +389,12 @@ class Steps:
             gradient.calls.next_micro_batch()
         self.step = self.step.with_part(part)
         gradient.begin()
-        if not first:
+        if opened is None:
             gradient.seals.close()
 
-    def _open(self, part: Part) -> None:
-        """Opens a step, whose first micro-batch this is."""
-        job, gradient = self.job, self.gradient
-        # One micro-batch alone has nothing to be compared with.
-        several = job.engine.membership.num_replicas > 1 or not part.last
-        opened = self.step.opened(
-            steps=job.clock.steps,
-            measure=several and self.scaling.estimates.due(autoscaled=job.sized_by_noise),
-            seconds=job.timer.usual,
-        )
+    def _open(self, opened: Step) -> None:
+        """Opens a step: whoever is there takes part, with the parameters that are trained now."""
+        gradient = self.gradient
         if self.step.pending:
             warn(refusals.LEFT)
         self.drop()
@@ -617,13 +629,17 @@ class Steps:
         """Ends a step that was made or skipped: votes are counted, the next step may begin."""
         self.scaling.estimates.schedule.committed(measured=measured)
         self._ballot.count()
+        self._end(outcome, self._number())
+        self.scaling.end()
+
+    def _end(self, outcome: Outcome, number: int | None) -> None:
+        """Ends the gradient of a step; `.grad` is the loop's to zero."""
         if self.step.complete:
             self.gradient.seals.use()
         else:
             self.gradient.seals.forget_used()
-        self.step = self.step.ended(outcome, self._number())
+        self.step = self.step.ended(outcome, number)
         self.gradient.forget()
-        self.scaling.end()
 
     def _failed(self) -> None:
         """Discards a step, as if it had not begun; none of its votes counts."""

@@ -289,7 +289,7 @@ def train(case: Case, *, compared: bool = True):
                 value = value + case.penalty * penalty_of(model.module)
             value.backward()
             mine.append((indices.tolist(), weight if loader.current_samples else 0.0))
-            result = model._gradient.step.result
+            result = model._steps.step.result
             if result is None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=case.set_to_none)

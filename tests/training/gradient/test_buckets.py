@@ -11,25 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from resilin.training.gradient.records import Part, StepStart
-from resilin.training.gradient.step import StepGradient
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from resilin.core.step import Part, Step
 from resilin.engine.lost import PeerLost
-from resilin.training.ballot import Ballot
 from resilin.training.gradient.buckets import BucketReducer
-from resilin.training.gradient.norms import GroupNorms
 from resilin.training.gradient.packs import assign
-from resilin.training.gradient.parameters import Parameters
-from resilin.training.gradient.reducer import Model
 from resilin.training.gradient.reducer_choice import choose
 from tests.replicas import assert_identical, num_replicas, on_replicas, replica
+from tests.training.gradient.driven import Driven, model_of
 
 D = torch.float64
 SMALL = {"bucket_cap_mb": 0.0005}
-MEASURED = StepStart(measure=True, step_seconds=1.0, steps=0)
-OTHER = StepStart(measure=False, step_seconds=1.0, steps=0)
+MEASURED = Step(measure=True, seconds=1.0, steps=0)
+OTHER = Step(measure=False, seconds=1.0, steps=0)
 
 
 class Live:
@@ -69,9 +65,8 @@ def deep(layers=4, dtype=D):
 
 def gradient_of(net, engine=None, **options):
     engine = Live() if engine is None else engine
-    norms = GroupNorms(torch.optim.SGD(net.parameters(), lr=0.1), net.parameters())
     options = {**SMALL, **options}
-    return StepGradient(net, norms, options, engine, Ballot([], engine.wait))
+    return Driven(net, engine, options)
 
 
 def part(weight=2.0, *, last=True, total=None):
@@ -87,7 +82,7 @@ def train(gradient, net, steps, *, start=OTHER, loss=None):
     """Makes steps of one micro-batch, with the same weights on all replicas."""
     for step in range(steps):
         gradient.begin(part(total=2.0 * num_replicas()), start)
-        output = gradient.forward(batch(step))
+        output = gradient.call(batch(step))
         (output.square().mean() if loss is None else loss(output)).backward()
         with torch.no_grad():
             for parameter in net.parameters():
@@ -146,8 +141,7 @@ def test_gradients_lie_in_memory_as_their_parameters_do():
 @pytest.mark.world_size(2)
 def test_a_live_job_has_buckets():
     net = deep()
-    norms = GroupNorms(torch.optim.SGD(net.parameters(), lr=0.1), net.parameters())
-    model = Model(module=net, parameters=Parameters(net), norms=norms, options={}, live=True)
+    model = model_of(net, live=True)
     assert isinstance(choose(model, dist.group.WORLD), BucketReducer)
     assert not BucketReducer.fits(model, None)
 
@@ -175,7 +169,7 @@ def test_nothing_waits_within_the_backward_pass(world, start, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", spied)
     for step in range(3):
         gradient.begin(part(total=2.0 * world), start)
-        output = gradient.forward(batch(step))
+        output = gradient.call(batch(step))
         begun.clear()
         # A hook that waits fails: finish() is called behind the last hook, and may.
         first = net[0].weight
@@ -210,8 +204,8 @@ def test_buckets_are_reduced_in_one_order_whatever_the_graph():
     for step in range(4):
         x = batch(step)
         gradient.begin(part(total=4.0), OTHER)
-        gradient.forward(x)  # the hooks of the module's own output
-        output = gradient.forward(x)
+        gradient.call(x)  # the hooks of the module's own output
+        output = gradient.call(x)
         other = x
         for layer in mine:
             other = layer(other)
@@ -234,7 +228,7 @@ def test_hooks_of_the_user_change_the_gradient_before_it_is_sent(world):
         parameter.register_post_accumulate_grad_hook(three_times)
     for step in range(3):
         gradient.begin(part(total=2.0 * world), OTHER)
-        gradient.forward(batch(step)).square().mean().backward()
+        gradient.call(batch(step)).square().mean().backward()
         gradient.end()
         # The mean over all replicas, from the samples of all of them.
         outputs = plain(everyones(step, world))
@@ -275,7 +269,7 @@ def test_what_nobody_used_has_no_gradient_and_what_some_used_has_the_mean(world,
         gradient.begin(part(total=2.0 * world), OTHER)
         used = [0, 1 if replica() == 0 else 2]
         x = batch(step)
-        gradient.forward(x, used).square().mean().backward()
+        gradient.call(x, used).square().mean().backward()
         everyone = everyones(step, world).split(2)
         losses = [plain(x, [0, 2 if r else 1]).square().mean() for r, x in enumerate(everyone)]
         (sum(losses) / world).backward()
@@ -318,7 +312,7 @@ def test_a_parameter_of_several_reentrant_checkpoints_is_refused_and_of_others_i
     assert_identical(flat(net))
     net.reentrant = True
     gradient.begin(part(total=4.0), OTHER)
-    output = gradient.forward(batch())
+    output = gradient.call(batch())
     with pytest.raises(RuntimeError, match="gradient twice in one backward pass"):
         output.sum().backward()
 
@@ -349,7 +343,7 @@ def test_types(dtype, tolerance, start):
     gradient = gradient_of(net)
     for step in range(3):
         gradient.begin(part(total=4.0), start)
-        gradient.forward(batch(step, dtype=dtype)).abs().square().mean().backward()
+        gradient.call(batch(step, dtype=dtype)).abs().square().mean().backward()
         plain(everyones(step, 2).to(dtype)).abs().square().mean().backward()
         for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
             assert ours.grad.dtype is dtype
@@ -364,7 +358,7 @@ def test_sparse_gradients_are_refused():
     net = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))
     gradient = gradient_of(net)
     gradient.begin(part(total=4.0), OTHER)
-    output = gradient.forward(torch.tensor([0, 1]))
+    output = gradient.call(torch.tensor([0, 1]))
     with pytest.raises(RuntimeError, match=r"shape \(4, 3\) has the layout torch.sparse_coo"):
         output.sum().backward()
 
@@ -400,7 +394,7 @@ def test_buffers_are_those_of_replica_0_at_the_beginning_of_each_step(world, opt
             handle = net[0].register_forward_hook(
                 lambda *_, seen=seen: seen.append((net[1].running_mean.clone(), net.mask.clone()))
             )
-            gradient.forward(batch(step)).square().mean().backward()
+            gradient.call(batch(step)).square().mean().backward()
             handle.remove()
             assert torch.equal(seen[0][0], before[0])
             assert torch.equal(seen[0][1], before[1])
@@ -423,7 +417,7 @@ def test_a_repeated_step_takes_the_buffers_that_were_sent_for_it():
     for step in range(3):
         for again in (False, True) if replica() == 1 else (True,):
             gradient.begin(part(total=4.0), OTHER)
-            output = gradient.forward(batch(step))
+            output = gradient.call(batch(step))
             if not again:
                 assert not gradient.shared
                 gradient.drop()
@@ -460,7 +454,7 @@ def test_whichever_wait_is_lost_the_step_is_lost_at_its_end(world, start):
         engine.lost_at = lost_at
         gradient.begin(part(total=2.0 * world), start)
         ended = []
-        output = gradient.forward(batch())
+        output = gradient.call(batch())
         net[0].weight.register_post_accumulate_grad_hook(lambda _, ended=ended: ended.append(1))
         lose(gradient, output)
         # The backward pass of the user was over by then.
@@ -480,14 +474,14 @@ def test_memory_that_a_lost_reduction_may_write_to_is_not_used_again():
     gradient = gradient_of(net, engine)
     train(gradient, net, 2)
     gradient.begin(part(total=4.0), OTHER)
-    output = gradient.forward(batch())
+    output = gradient.call(batch())
     engine.waits.clear()
     engine.lost_at = 0
     lose(gradient, output)
-    before = [bucket.flat for bucket in gradient._reducer._buckets]
+    before = [bucket.flat for bucket in gradient.gradient._reducer._buckets]
     engine.lost_at = None
     gradient.drop()
-    for bucket, old in zip(gradient._reducer._buckets, before, strict=True):
+    for bucket, old in zip(gradient.gradient._reducer._buckets, before, strict=True):
         assert bucket.flat.data_ptr() != old.data_ptr()
     dist.barrier()
     train(gradient, net, 1)
@@ -502,7 +496,7 @@ def test_a_step_that_lost_its_buffers_begins_no_reduction(monkeypatch):
     gradient.begin(part(total=4.0), OTHER)
     engine.waits.clear()
     engine.lost_at = 0
-    output = gradient.forward(batch())
+    output = gradient.call(batch())
     begun = []
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: begun.append(1))
     lose(gradient, output)
@@ -521,7 +515,7 @@ def test_a_reduction_that_its_group_refuses_is_lost_only_with_a_replica(monkeypa
     for lost_at in (0, None):
         gradient.begin(part(total=4.0), OTHER)
         engine.lost_at = lost_at
-        output = gradient.forward(batch())
+        output = gradient.call(batch())
         with monkeypatch.context() as patched:
             patched.setattr(dist, "all_reduce", refuse)
             if lost_at == 0:
@@ -539,8 +533,8 @@ def test_detached_it_keeps_nothing_of_the_group():
     net = normed()
     gradient = gradient_of(net)
     train(gradient, net, 2)
-    reducer = gradient._reducer
-    reducer.detach()
+    reducer = gradient.gradient._reducer
+    gradient.let_go()
     assert reducer.group is None
     assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
     gc.collect()
@@ -554,9 +548,8 @@ def test_detached_it_keeps_nothing_of_the_group():
         ]
     assert not any(isinstance(one, dist.ProcessGroup | dist.Work) for one in reached)
     # Without another hand on it, it goes at once; one that was never detached takes its hooks off.
-    gradient.begin_step = None
     known = weakref.ref(reducer)
-    gradient._reducer = None
+    gradient.gradient._reducer = None
     del reducer, reached
     assert known() is None
 
@@ -567,7 +560,7 @@ def test_without_a_hand_on_it_it_takes_its_hooks_off():
     gradient = gradient_of(net)
     train(gradient, net, 2)
     assert all(p._post_accumulate_grad_hooks for p in net.parameters())
-    gradient._reducer = None
+    gradient.gradient._reducer = None
     assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
 
 
@@ -626,7 +619,7 @@ def test_parameters_that_ddp_ignores_are_left_alone():
     )
     gradient = gradient_of(net)
     gradient.begin(part(total=4.0), OTHER)
-    gradient.forward(batch()).square().mean().backward()
+    gradient.call(batch()).square().mean().backward()
     expected = deep()
     F.mse_loss(expected(batch()), torch.zeros(2, 1, dtype=D)).backward()
     assert torch.allclose(net[0].weight.grad, expected[0].weight.grad, rtol=1e-11)

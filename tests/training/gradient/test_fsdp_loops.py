@@ -151,7 +151,7 @@ def test_parameters_without_a_gradient_and_a_unit_that_is_called_twice():
         else:
             assert relative_error(full(parameter.grad), named[name].grad) < 1e-11
     # The columns of the root are unknown, with one parameter group for each of them.
-    assert model._gradient.step.result.noise.read() is None
+    assert model._steps.step.result.noise.read() is None
 
 
 @pytest.mark.world_size(2)

@@ -4,17 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from resilin.training.gradient.records import Part, StepStart
-from resilin.training.gradient.step import StepGradient
 from torch import nn
 
 from resilin.core.noise import from_sums
-from resilin.training.ballot import Ballot
+from resilin.core.step import Part, Step
 from resilin.training.gradient.ddp import DdpReducer
 from resilin.training.gradient.local import LocalReducer
-from resilin.training.gradient.norms import GroupNorms
-from resilin.training.gradient.parameters import Parameters
-from resilin.training.gradient.reducer import Model, agree_on_source
+from resilin.training.gradient.reducer import agree_on_source
 from resilin.training.gradient.reducer_choice import choose
 from tests.replicas import (
     assert_identical,
@@ -24,9 +20,10 @@ from tests.replicas import (
     on_replicas,
     replica,
 )
+from tests.training.gradient.driven import Driven, model_of
 
 D = torch.float64
-START = StepStart(measure=True, step_seconds=1.0, steps=3)
+START = Step(measure=True, seconds=1.0, steps=3)
 
 
 class Members:
@@ -61,19 +58,8 @@ def network(fill=None, width=3):
     return net
 
 
-def model_of(net):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    return Model(
-        module=net,
-        parameters=Parameters(net),
-        norms=GroupNorms(optimizer, net.parameters()),
-        options={},
-    )
-
-
 def gradient_of(net, engine, **options):
-    norms = GroupNorms(torch.optim.SGD(net.parameters(), lr=0.1), net.parameters())
-    return StepGradient(net, norms, options, engine, Ballot([]))
+    return Driven(net, engine, options)
 
 
 def flat(net):
@@ -152,7 +138,7 @@ def test_a_replica_that_joins_does_not_overwrite_those_that_were_there(survivor)
         engine = Members()
         gradient = gradient_of(net, engine)
         gradient.begin(part(6.0), START)
-        F.mse_loss(gradient.forward(x), y).backward()
+        F.mse_loss(gradient.call(x), y).backward()
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter -= 0.1 * parameter.grad
@@ -166,7 +152,7 @@ def test_a_replica_that_joins_does_not_overwrite_those_that_were_there(survivor)
     mine = slice(0, 2) if replica() == 0 else slice(2, 6)
     weight = float(mine.stop - mine.start)
     gradient.begin(part(weight, total=6.0), START)
-    F.mse_loss(gradient.forward(x[mine]), y[mine]).backward()
+    F.mse_loss(gradient.call(x[mine]), y[mine]).backward()
     (trained,) = [known for known in gathered([trained]) if known is not None]
     assert torch.equal(flat(net), trained)
     plain.load_state_dict(net.state_dict())
@@ -193,7 +179,7 @@ def test_other_trained_parameters_attach_anew_without_copying(monkeypatch, reduc
     for frozen in (False, False, True, True):
         net[0].weight.requires_grad_(not frozen)
         gradient.begin(part(3.0, total=3.0 * num_replicas()), START)
-        gradient.forward(x).sum().backward()
+        gradient.call(x).sum().backward()
         gradient.end()
         net.zero_grad()
     assert sources == [None]
@@ -216,11 +202,11 @@ def test_two_backward_passes_of_a_micro_batch_count_by_its_weight(world, measure
     )
     loss.backward()
     gradient = gradient_of(net, Members(dist.group.WORLD if world > 1 else None))
-    start = StepStart(measure=measure, step_seconds=1.0, steps=0)
+    start = Step(measure=measure, seconds=1.0, steps=0)
     for index, (weight, x) in enumerate(zip(weights, xs, strict=True)):
         last = index == len(weights) - 1
         gradient.begin(part(weight, last=last, total=world * total), None if index else start)
-        out = gradient.forward(x)
+        out = gradient.call(x)
         if last:
             (out.square().mean() + out.mean()).backward()
         else:
@@ -241,7 +227,7 @@ def test_the_noise_does_not_depend_on_a_guess_of_the_weight_nor_on_an_idle_repli
         gradient.begin(part(weights[replica()]), START)
         x = torch.randn(3, 4, generator=generator, dtype=D)
         (own,) = torch.autograd.grad(net(x).square().mean(), net.weight)
-        gradient.forward(x).square().mean().backward()
+        gradient.call(x).square().mean().backward()
         noise = gradient.step.result.noise.read()
         grads = gathered([own])
         gradient.end()
@@ -273,13 +259,11 @@ def test_alone_voters_are_told_of_a_step_that_is_left():
             told.append(votes)
 
     net = nn.Linear(4, 1)
-    norms = GroupNorms(torch.optim.SGD(net.parameters(), lr=0.1), net.parameters())
-    ballot = Ballot([Clerk()])
-    gradient = StepGradient(net, norms, {}, Members(), ballot)
+    gradient = Driven(net, Members(), voters=[Clerk()])
     gradient.begin(part(3.0), START)
     gradient.leave()
     assert gradient.step.result.skipped
-    ballot.count()
+    gradient.ballot.count()
     gradient.end()
-    ballot.count()
+    gradient.ballot.count()
     assert told == [(2.0,)]
