@@ -81,7 +81,7 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         promise="a step that one replica leaves is made by none",
-        path="training/gradient/step.py",
+        path="training/gradient/gradient.py",
         old="if head.skips:",
         new="if head.skips > 1:",
         test=f"{_REPLICAS}::test_a_step_of_one_micro_batch_with_buffers_is_left_by_all[2-ddp]",
@@ -151,16 +151,16 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         promise="a second backward pass through a step is refused",
-        path="training/gradient/step.py",
-        old="step.backwards > 1 and step.part.last",
-        new="step.backwards > 1 and not step.part.last",
+        path="core/step.py",
+        old="self.backwards > 1 and self.part and self.part.last",
+        new="self.backwards > 1 and self.part and not self.part.last",
         test="tests/training/test_parallel.py::test_stepping_without_a_backward_pass_is_refused",
     ),
     Mutation(
         promise="zero_grad waits for the whole step",
-        path="training/gradient/flow.py",
-        old="            self._calls.left()\n        return self._gradient.step.pending",
-        new="            self._calls.left()\n        return self._gradient.step.complete",
+        path="training/step.py",
+        old="            self.leave_step()\n        return self.step.pending",
+        new="            self.leave_step()\n        return self.step.complete",
         test=f"{_REFUSALS}::test_zero_grad_of_anything_waits[model-after step]",
     ),
     Mutation(
@@ -210,7 +210,7 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="an idle replica has no gradient that was measured",
         path="training/gradient/ddp.py",
-        old="num_gradients=int(step.own_weight > 0)",
+        old="num_gradients=int(self._exchange.step.own_weight > 0)",
         new="num_gradients=1",
         test=f"{_REDUCER}"
         "::test_the_noise_does_not_depend_on_a_guess_of_the_weight_nor_on_an_idle_replica[ddp]",

@@ -23,7 +23,7 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         promise="replicas that divide by different weights are refused",
-        path="training/ballot.py",
+        path="core/step.py",
         old="apart = abs(sums.divisor - replicas * own.divisor) > 1e-9 * abs(sums.divisor)",
         new="apart = own.divisor > sums.divisor",
         test="tests/training/test_ballot.py::test_replicas_that_do_not_make_the_same_step_are_told",
@@ -54,39 +54,35 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         promise="the cursor moves with the commit and not later",
-        path="training/lifecycle.py",
-        old="    job.iterations.commit(timeline.clock.progress - clock.progress)\n",
+        path="training/step.py",
+        old="        job.iterations.commit(timeline.clock.progress - before.progress)\n",
         new="",
         test="tests/training/test_lifecycle.py::test_a_failed_step_moves_nothing",
     ),
     Mutation(
         promise="a step that a scaler skips moves no clock",
-        path="training/lifecycle.py",
-        old="""\
-    if outcome is StepOutcome.SKIPPED:
-        model.end_step(measured=False)
-        return
-""",
+        path="training/step.py",
+        old="        elif outcome is Outcome.SKIPPED:\n            self._end_step(outcome, measured=False)\n",
         new="",
         test="tests/training/test_parallel.py::test_an_overflow_is_skipped_and_not_counted",
     ),
     Mutation(
         promise="a step that a scaler skips counts as not measured",
-        path="training/lifecycle.py",
-        old="model.end_step(measured=False)",
-        new="model.end_step(measured=model.gradient.step.measure)",
+        path="training/step.py",
+        old="self._end_step(outcome, measured=False)",
+        new="self._end_step(outcome, measured=self.step.measure)",
         test="tests/training/test_parallel.py::test_an_overflow_is_skipped_and_not_counted",
     ),
     Mutation(
         promise="a step of zipped loaders begins once",
-        path="training/lifecycle.py",
+        path="training/step.py",
         old="    if not begins:\n",
         new="    if not begins and job.trained is None:\n",
         test="tests/training/test_lifecycle.py::test_of_zipped_loaders_one_begins_the_step",
     ),
     Mutation(
         promise="of zipped loaders one ends the step",
-        path="training/lifecycle.py",
+        path="training/step.py",
         old="    if ends_step:\n",
         new="    if asked_by is not None or ends_step:\n",
         test="tests/training/test_lifecycle.py::test_of_zipped_loaders_one_begins_the_step",
@@ -129,32 +125,22 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         promise="replicas that differ are refused before the step changes anything",
-        path="training/lifecycle.py",
-        old="    model.check_replicas()\n",
+        path="training/step.py",
+        old="        self._check.check(self._ballot.said_to(self._check))\n",
         new="",
         test="tests/training/state/test_divergence.py::"
         "test_one_ulp_of_one_parameter_is_noticed_and_named",
     ),
     Mutation(
         promise="the engine is asked before the optimizer steps",
-        path="training/lifecycle.py",
-        old="""\
-    if not job.engine.all_committed():
-        commit_step(job, StepOutcome.FAILED)
-        return None
-    model.check_replicas()
-""",
-        new="""\
-    own()
-    if not job.engine.all_committed():
-        commit_step(job, StepOutcome.FAILED)
-        return None
-""",
+        path="training/step.py",
+        old="        if not job.engine.all_committed():\n",
+        new="        own()\n        if not job.engine.all_committed():\n",
         test="tests/training/test_lifecycle.py::test_a_failed_step_moves_nothing",
     ),
     Mutation(
         promise="a failed step gives the noise back that it took in",
-        path="training/model.py",
+        path="training/step.py",
         old="        self.scaling.take_back()\n",
         new="        self.scaling.end()\n",
         test="tests/training/test_lifecycle.py::"
@@ -170,14 +156,14 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="a scaler does not count a step that failed",
         path="training/gates/scaler.py",
-        old="            if owner.step_failed():\n",
-        new="            if owner.step_failed() and waited:\n",
+        old="            if steps.step.failed:\n",
+        new="            if steps.step.failed and waited:\n",
         test="tests/training/test_lifecycle.py::"
         "test_a_failed_step_is_issued_again_and_the_run_is_the_one_without_it",
     ),
     Mutation(
         promise="tokens on the clock are the weights of the step",
-        path="training/model.py",
+        path="training/step.py",
         old="tokens=reduced.weight,",
         new="tokens=samples,",
         test="tests/training/test_loader.py::"
@@ -570,7 +556,7 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="clipping follows the gain of its own step",
         path="training/parallel.py",
-        old="        self._trained.prepare()\n        threshold",
+        old="        self._steps.prepare()\n        threshold",
         new="        threshold",
         test="tests/training/test_parallel.py::test_clip_grad_norm_waits_and_follows_its_policy",
     ),
@@ -668,7 +654,7 @@ MUTATIONS: list[Mutation] = [
     # What scripts do to the wrapper and its optimizer --------------------------------------
     Mutation(
         promise="a parameter group that comes after wrapping is refused at once",
-        path="training/model.py",
+        path="training/step.py",
         old='{"add_param_group": refuse}',
         new='{"add_group": refuse}',
         test="tests/training/test_parallel.py::test_a_parameter_group_that_comes_too_late_is_refused",
