@@ -62,7 +62,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="a step that a scaler skips moves no clock",
         path="training/step.py",
-        old="        elif outcome is Outcome.SKIPPED:\n            self._end_step(outcome, measured=False)\n",
+        old="        elif outcome is Outcome.SKIPPED:\n"
+        "            self._end_step(outcome, measured=False)\n",
         new="",
         test="tests/training/test_parallel.py::test_an_overflow_is_skipped_and_not_counted",
     ),
@@ -654,7 +655,7 @@ MUTATIONS: list[Mutation] = [
     # What scripts do to the wrapper and its optimizer --------------------------------------
     Mutation(
         promise="a parameter group that comes after wrapping is refused at once",
-        path="training/step.py",
+        path="training/parallel.py",
         old='{"add_param_group": refuse}',
         new='{"add_group": refuse}',
         test="tests/training/test_parallel.py::test_a_parameter_group_that_comes_too_late_is_refused",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,10 @@ from resilin.core.rules import (
 from resilin.engine import overrides
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
 from resilin.training.ballot import Voter
-from resilin.training.gates.optimizer import check_optimizer
-from resilin.training.gates.patch import Removable
+from resilin.training.gates.optimizer import ModuleGate, check_optimizer
+from resilin.training.gates.others import OtherOptimizers
+from resilin.training.gates.patch import Patch, Removable
+from resilin.training.gates.scaler import ScalerGate
 from resilin.training.gates.scheduler import ClockedScheduler
 from resilin.training.gradient.arguments import check_model, divide_replicas
 from resilin.training.job import current_job
@@ -41,7 +44,10 @@ from resilin.training.state.buffers import UnsavedBuffers
 from resilin.training.state.divergence import CrossCheck, DivergenceCheck, decided_by
 from resilin.training.state.freezing import Frozen
 from resilin.training.state.registry import Stateful
-from resilin.training.step import Average, Steps
+from resilin.training.step import Steps
+
+if TYPE_CHECKING:
+    from resilin.training.script.ema import EMA
 
 ScheduleBy = Literal["user", "rule", "samples", "tokens", "progress"]
 """Stepping of the scheduler: by the user's loop, or a clock (`rule`: the clock of the rule)."""
@@ -149,8 +155,9 @@ class AdaptiveDataParallel(nn.Module):
         if self._unsaved:
             self._voters.append(self._unsaved)
         self._registered: list[str] = []
+        self._gates: list[Removable] = [self._steps.gate]
         try:
-            self._steps.gate(model, clocked, scaler, self._keeps)
+            self._put_gates(clocked, scaler)
             self._register(clocked or lr_scheduler, scaler, handed_over=lr_scheduler)
         except BaseException:
             self.release()
@@ -158,6 +165,22 @@ class AdaptiveDataParallel(nn.Module):
         job.trained = self._steps
         keep_from_tracing("resilin")
         job.voters += self._voters
+
+    def _put_gates(
+        self, clocked: ClockedScheduler | None, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        """Makes module, scheduler and scaler wait, as the optimizer does."""
+        steps, optimizer, gates = self._steps, self.optimizer, self._gates
+        steps.scheduler = clocked
+        steps.gate.schedulers.hand_to(clocked)
+        gates.append(ModuleGate(self.module, steps))
+        refuse = partial(_refuse_group, len(optimizer.param_groups))
+        gates.append(Patch(optimizer, {"add_param_group": refuse}))
+        parameters, iterations = self.module.parameters(), self.job.iterations
+        gates.append(OtherOptimizers(steps.gate, parameters, self._keeps, iterations))
+        if scaler is not None:
+            steps.scaler = ScalerGate(scaler, optimizer, steps)
+            gates.append(steps.scaler)
 
     def _register(
         self,
@@ -179,7 +202,7 @@ class AdaptiveDataParallel(nn.Module):
             if part is not None:
                 self.job.registry.add(name, part)
                 self._registered.append(name)
-        self._steps.schedulers.keep_in(self.job.registry, handed_over=handed_over)
+        self._steps.gate.schedulers.keep_in(self.job.registry, handed_over=handed_over)
 
     def _keeps(self, optimizer: Optimizer) -> bool:
         """Whether the job keeps the state of another optimizer, or keeps none at all."""
@@ -194,7 +217,9 @@ class AdaptiveDataParallel(nn.Module):
         """Gives optimizer, scheduler and scaler their own methods back. The model stays usable."""
         for name in self._registered:
             self.job.registry.release(name)
-        self._steps.release()
+        for gate in self._gates:
+            gate.remove()
+        self._steps.gradient.release()
         for voter in self._voters:
             if voter in self.job.voters:
                 self.job.voters.remove(voter)
@@ -203,9 +228,9 @@ class AdaptiveDataParallel(nn.Module):
 
     def add_gate(self, gate: Removable) -> None:
         """Removes this gate, too, in `release()`: for integrations that replace methods."""
-        self._steps.add_gate(gate)
+        self._gates.append(gate)
 
-    def add_average(self, name: str, state: Stateful, average: Average) -> None:
+    def add_average(self, name: str, state: Stateful, average: EMA) -> None:
         """Have an average of the weights follow each step until `release()`; `resilin.EMA` does.
 
         Args:
@@ -403,6 +428,14 @@ class AdaptiveDataParallel(nn.Module):
         threshold = clip_threshold(max_norm, self.gain, policy)
         with self.change_gradient():
             return self._steps.clip(threshold, norm_type)
+
+
+def _refuse_group(present: int, group: dict[str, Any]) -> None:
+    raise ValueError(
+        f"add_param_group() came after the optimizer was given to AdaptiveDataParallel with "
+        f"{present} parameter groups: its factors, the noise and the saved state are those of "
+        "these groups; add groups before that, and unfreeze them later with requires_grad_(True)"
+    )
 
 
 class ModuleCopy(nn.Module):

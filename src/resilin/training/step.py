@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from threading import get_ident
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from torch.optim import Optimizer
 
 from resilin.compat.torch_names import after_backward
 from resilin.core._warn import warn
-from resilin.core.clock import Clock, Reference
 from resilin.core.hang import Phase
 from resilin.core.membership import Membership
 from resilin.core.rules import ScalingRule
@@ -28,11 +26,9 @@ from resilin.core.step import LOST, NOT_STEPPED, Outcome, Part, Reduced, Step
 from resilin.training import hints
 from resilin.training.ballot import Ballot
 from resilin.training.gates.factors import applied
-from resilin.training.gates.optimizer import Gate, ModuleGate
-from resilin.training.gates.others import OtherOptimizers
-from resilin.training.gates.patch import Patch, Removable
+from resilin.training.gates.optimizer import Gate
 from resilin.training.gates.scaler import ScalerGate, calling_scaler
-from resilin.training.gates.scheduler import ClockedScheduler, SchedulerGate
+from resilin.training.gates.scheduler import ClockedScheduler
 from resilin.training.gradient import refusals
 from resilin.training.gradient.gradient import Gradient
 from resilin.training.gradient.norms import GroupNorms
@@ -46,26 +42,10 @@ from resilin.training.state.divergence import DivergenceCheck
 from resilin.training.state.recovery import Recovery
 from resilin.training.tensors import tensors_in
 
+if TYPE_CHECKING:
+    from resilin.training.script.ema import EMA
+
 logger = logging.getLogger("resilin")
-
-
-class Average(Protocol):
-    """An average of the weights that follows the steps of a model."""
-
-    @property
-    def is_applied(self) -> bool:
-        """Whether the model has the averaged weights now, in place of its own."""
-        ...
-
-    def follow(self, before: Clock, after: Clock, reference: Reference) -> None:
-        """Take in the weights after a step.
-
-        Args:
-            before: The clock before the step.
-            after: The clock after it.
-            reference: The reference run, in whose steps clocks are read.
-        """
-        ...
 
 
 # Between two steps -----------------------------------------------------------------------------
@@ -152,9 +132,11 @@ class Steps:
         self.face = face
         self.optimizer = optimizer
         self.scaling = scaling
+        self.gate = Gate(optimizer, self)
+        self.scaler: ScalerGate | None = None
         self.scheduler: ClockedScheduler | None = None
         """The scheduler that a clock steps, if there is one."""
-        self.averages: list[Average] = []
+        self.averages: list[EMA] = []
         """Averages of the weights, which follow each step that is made."""
         self.weight: float | None = None
         """Weight of the micro-batch at hand, if the user says it."""
@@ -175,9 +157,6 @@ class Steps:
             sharding,
             backward_begins=self._backward_begins,
         )
-        self._gate = Gate(optimizer, self)
-        self._gates: list[Removable] = [self._gate]
-        self._scaler: ScalerGate | None = None
 
     @property
     def step(self) -> Step:
@@ -187,48 +166,6 @@ class Steps:
     @step.setter
     def step(self, step: Step) -> None:
         self.gradient.exchange.step = step
-
-    # Gates ---------------------------------------------------------------------------------
-
-    @property
-    def schedulers(self) -> SchedulerGate:
-        """The gate of the optimizer's schedulers."""
-        return self._gate.schedulers
-
-    def gate(
-        self,
-        module: nn.Module,
-        scheduler: ClockedScheduler | None,
-        scaler: torch.amp.GradScaler | None,
-        keeps: Callable[[Optimizer], bool],
-    ) -> None:
-        """Make the module, the scheduler of a clock and the scaler wait, as the optimizer does.
-
-        Args:
-            module: The module that is trained.
-            scheduler: The scheduler that a clock steps, if there is one.
-            scaler: The GradScaler, if there is one.
-            keeps: Whether the job keeps the state of another optimizer.
-        """
-        self.scheduler = scheduler
-        self._gate.schedulers.hand_to(scheduler)
-        self.add_gate(ModuleGate(module, self))
-        refuse = partial(_refuse_group, len(self.optimizer.param_groups))
-        self.add_gate(Patch(self.optimizer, {"add_param_group": refuse}))
-        self.add_gate(OtherOptimizers(self._gate, module.parameters(), keeps, self._in_training))
-        if scaler is not None:
-            self._scaler = ScalerGate(scaler, self.optimizer, self)
-            self.add_gate(self._scaler)
-
-    def add_gate(self, gate: Removable) -> None:
-        """Remove this gate together with the others, in `release`."""
-        self._gates.append(gate)
-
-    def release(self) -> None:
-        """Restore the methods of optimizer, schedulers, scaler and module."""
-        for gate in self._gates:
-            gate.remove()
-        self.gradient.release()
 
     # Questions -----------------------------------------------------------------------------
 
@@ -260,10 +197,6 @@ class Steps:
     def _number(self) -> int | None:
         micro = self.job.iterations.micro_batch
         return None if micro is None else micro.number
-
-    def _in_training(self) -> bool:
-        micro = self.job.iterations.micro_batch
-        return micro is not None and micro.training
 
     def has_begun(self) -> bool:
         """Whether the step has a gradient, or may have one without more of this replica."""
@@ -502,7 +435,7 @@ class Steps:
             self._take_micro_batch(micro)
         if self.step.part is None or not self.has_begun():
             raise RuntimeError(refusals.no_backward(self.gradient.calls.returned))
-        if self._scaler is None and calling_scaler():
+        if self.scaler is None and calling_scaler():
             raise RuntimeError(
                 "a GradScaler steps this optimizer, and resilin does not know it: its gradients "
                 "would be unscaled before they are complete; pass it as scaler="
@@ -528,7 +461,7 @@ class Steps:
         if self.scaling.prepared is not None:
             return self.scaling.prepared
         reduced, measured = self._reduce(), self.step.measure
-        scaler = self._scaler if measured else None
+        scaler = self.scaler if measured else None
         self.scaling.prepare(
             reduced,
             self.job.iterations.micro_batch,
@@ -695,7 +628,7 @@ class Steps:
 
     def end_body(self) -> None:
         """The loop body of a step is over, or that of one that was given up."""
-        self._gate.schedulers.settle(given_up=self.step.pending or self.step.failed)
+        self.gate.schedulers.settle(given_up=self.step.pending or self.step.failed)
         # Others may have made the step, and given it to this replica: it is not issued again then,
         # and what the loop does next belongs to no failed step.
         self.step = self.step.body_over()
@@ -749,11 +682,3 @@ class Steps:
         if micro.number == self.step.ended_at or self.job.iterations.committed:
             return False
         return self.step.pending or self.job.engine.membership.num_processes > 1
-
-
-def _refuse_group(present: int, group: dict[str, Any]) -> None:
-    raise ValueError(
-        f"add_param_group() came after the optimizer was given to AdaptiveDataParallel with "
-        f"{present} parameter groups: its factors, the noise and the saved state are those of "
-        "these groups; add groups before that, and unfreeze them later with requires_grad_(True)"
-    )

@@ -379,10 +379,12 @@ def test_a_scheduler_that_nobody_holds_is_let_go():
     lrs.StepLR(optimizer, 1)
     gc.collect()
     assert gates.schedulers_of(optimizer) == []
-    assert model._steps.schedulers.outermost() == {}
-    assert list(model._steps.schedulers.outermost()) == []
+    assert model._steps.gate.schedulers.outermost() == {}
+    assert list(model._steps.gate.schedulers.outermost()) == []
     kept = lrs.StepLR(optimizer, 1)
-    assert model._steps.schedulers.outermost() == {"StepLR/1": kept}  # as in a rerun of the script
+    assert model._steps.gate.schedulers.outermost() == {
+        "StepLR/1": kept
+    }  # as in a rerun of the script
 
 
 # Under a clock ---------------------------------------------------------------------------------

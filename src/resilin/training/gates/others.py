@@ -9,7 +9,7 @@ optimizer of torch is looked at, until `remove`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from resilin.core._warn import warn
 from resilin.training.gates.optimizer import Gate
+
+if TYPE_CHECKING:
+    from resilin.training.data.iteration import Iterations
 
 RECIPE = "the recipe 'Two optimizers' (docs/recipes/two-optimizers.md)"
 """Name of the page that says what to do instead."""
@@ -38,7 +41,7 @@ class OtherOptimizers:
             it, as the base optimizer of a wrapper is.
         parameters: The parameters of the model.
         keeps: Whether the job keeps the state of an optimizer, or keeps no state at all.
-        trains: Whether the loop body works on a batch of training now.
+        iterations: The micro-batch that the loop body works on.
     """
 
     def __init__(
@@ -46,12 +49,12 @@ class OtherOptimizers:
         gate: Gate,
         parameters: Iterable[Tensor],
         keeps: Callable[[Optimizer], bool],
-        trains: Callable[[], bool],
+        iterations: Iterations,
     ) -> None:
         self._gate = gate
         self._parameters = set(parameters)
         self._keeps = keeps
-        self._trains = trains
+        self._iterations = iterations
         self._known: WeakSet[Optimizer] = WeakSet()
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
@@ -67,7 +70,8 @@ class OtherOptimizers:
                     "it would not wait for a gradient that is accumulated, and its state would not "
                     f"be kept. Make one optimizer with a group for each part: {RECIPE}"
                 )
-        if not self._trains():
+        micro = self._iterations.micro_batch
+        if micro is None or not micro.training:
             return
         self._known.add(optimizer)
         if not self._keeps(optimizer):
