@@ -382,9 +382,8 @@ def test_a_scheduler_that_nobody_holds_is_let_go():
     assert model._steps.gate.schedulers.outermost() == {}
     assert list(model._steps.gate.schedulers.outermost()) == []
     kept = lrs.StepLR(optimizer, 1)
-    assert model._steps.gate.schedulers.outermost() == {
-        "StepLR/1": kept
-    }  # as in a rerun of the script
+    # As in a rerun of the script.
+    assert model._steps.gate.schedulers.outermost() == {"StepLR/1": kept}
 
 
 # Under a clock ---------------------------------------------------------------------------------
