@@ -9,7 +9,7 @@ from __future__ import annotations
 from resilin.core.hints import JobHints
 from resilin.core.plan import BatchPlan
 from resilin.training.job import Job
-from resilin.training.report.job_hints import Sources, accelerator, job_hints
+from resilin.training.report.job_hints import accelerator, job_hints
 from resilin.training.report.measured import Measured, plan_of
 from resilin.training.report.reporter import from_settings
 
@@ -34,20 +34,10 @@ def describe(job: Job) -> JobHints:
     Raises:
         ValueError: Nothing has trained yet.
     """
-    measured, trained = measure(job), job.trained
+    measured = measure(job)
     if job.sizes is None and job.timeline.last_step is None:
         raise ValueError("there is nothing to tell before a loader of the job has begun to train")
-    return job_hints(
-        Sources(
-            engine=job.engine,
-            timeline=job.timeline,
-            sizes=job.sizes,
-            scale=1.0 if trained is None else trained.scaling.last.scale,
-            clock="progress" if trained is None else trained.rule.clock,
-            noise=None if trained is None else trained.scaling.sample_noise,
-            measured=measured,
-        )
-    )
+    return job_hints(job, measured)
 
 
 # In the life of a step, called only while there are measurements ------------------------------

@@ -18,9 +18,7 @@ from resilin.core import _validate
 from resilin.core.batches import Batches
 from resilin.core.clock import Reference
 from resilin.core.events import FaultEvent
-from resilin.core.noise import Noise
 from resilin.core.plan import BatchBounds, BatchPlan
-from resilin.core.ramp import lower_phi
 from resilin.core.stream import TAILS, Tail
 from resilin.engine import devices, overrides
 from resilin.streams.adapt import as_stream
@@ -31,11 +29,10 @@ from resilin.training.data.order import DataOrder
 from resilin.training.data.shards.cursor import ShardCursor
 from resilin.training.data.shards.supply import StreamSupply
 from resilin.training.data.supply import Supply
-from resilin.training.job import Job, current_job
+from resilin.training.job import current_job
 from resilin.training.passes import Passes
 from resilin.training.sizing.autoscale import Autoscaler
 from resilin.training.sizing.batch_size import BatchSize, BatchSizes
-from resilin.training.sizing.context import SizingContext
 from resilin.training.sizing.memory_limit import LocalLimit
 from resilin.training.step_plans import StepPlans
 
@@ -131,7 +128,7 @@ class AdaptiveDataLoader:
         batches = None if stream is not None else batches_of(dataset, batch_size, order)
         reference = Reference(batch_size) if batches is None else batches.reference
         self._sizes = BatchSizes(
-            _sizing_context(self.job),
+            self.job,
             reference,
             most,
             limit,
@@ -424,36 +421,3 @@ def _local_limit(
     if max_local_bsz is not None:
         _validate.whole("max_local_bsz", max_local_bsz, at_least=1)
     return max_local_bsz, None
-
-
-def _sizing_context(job: Job) -> SizingContext:
-    """Parts of its job that the batch sizes of a loader need."""
-
-    def tokens_per_step() -> float | None:
-        return None if job.trained is None else job.trained.scaling.reference.tokens_per_step
-
-    def noise() -> Noise | None:
-        return None if job.trained is None else job.trained.scaling.sample_noise
-
-    def bound(confidence: float) -> float | None:
-        if job.trained is None:
-            return None
-        scaling = job.trained.scaling
-        phi = lower_phi(scaling.estimates.averages, confidence)
-        return None if phi is None else phi / scaling.reference.per_sample()
-
-    def sync_seconds() -> float | None:
-        return None if job.trained is None else job.trained.gradient.sync.seconds()
-
-    return SizingContext(
-        engine=job.engine,
-        timeline=job.timeline,
-        events=job.events,
-        has_model=lambda: job.trained is not None,
-        tokens_per_step=tokens_per_step,
-        noise=noise,
-        lower_phi=bound,
-        optimizer=lambda: None if job.trained is None else type(job.trained.optimizer).__name__,
-        sync_seconds=sync_seconds,
-        has_started=lambda: job.recovery is not None,
-    )

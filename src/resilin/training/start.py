@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from resilin.core.hang import Phase
 from resilin.engine import environment, lost, pulse
-from resilin.engine.changes import Changes
 from resilin.training import hints
 from resilin.training.job import Job
 from resilin.training.leaving import save_at_end
 from resilin.training.report.recorder import Recorder, log_directory
-from resilin.training.state.body import Body
-from resilin.training.state.live import LiveState, Parts
+from resilin.training.state.live import LiveState
 from resilin.training.state.randomness import NAME, RandomStates
 from resilin.training.state.recovery import Recovery
 from resilin.training.state.settings import from_environment
@@ -47,43 +43,15 @@ def _show(job: Job) -> None:
 
 def _recovery(job: Job) -> Recovery:
     """Restores the newest state there is."""
-
-    def close_log() -> None:
-        if job.recorder is not None:
-            job.recorder.close()
-
-    def flush_log() -> None:
-        if job.recorder is not None:
-            job.recorder.flush()
-
-    recovery = Recovery(
-        job.state_settings or from_environment(),
-        job.engine,
-        job.registry,
-        job.timeline,
-        job.events,
-        close_log=close_log,
-        flush_log=flush_log,
-    )
+    recovery = Recovery(job, job.state_settings or from_environment())
     if job.live is None:
         recovery.start()
     else:
-        job.live.start(recovery, close_log)
+        job.live.start(recovery)
         job.voters.append(job.live)
     if recovery.active:
         job.voters.append(recovery)
     return recovery
-
-
-def _live(job: Job, changes: Changes) -> LiveState:
-    """Follows changes of members, in a job that none of them restarts."""
-
-    def module() -> nn.Module | None:
-        return None if job.trained is None else job.model.module
-
-    body = Body(job.registry, module)
-    parts = Parts(job.engine, job.registry, job.timeline, body, lambda: job.trained)
-    return LiveState(parts, changes)
 
 
 def start(job: Job) -> Recovery:
@@ -96,7 +64,7 @@ def start(job: Job) -> Recovery:
         job.registry.add_own(NAME, job.random)
         hints.begin(job)
         if job.engine.changes is not None:
-            job.live = _live(job, job.engine.changes)
+            job.live = LiveState(job, job.engine.changes)
         job.recovery = _recovery(job)
         job.recorder = Recorder(
             job.timeline,
@@ -106,8 +74,6 @@ def start(job: Job) -> Recovery:
             directory=log_directory(job.events, job.state_settings),
             resumed=job.recovery.resumed_from,
         )
-        if job.live is not None:
-            job.live.report = job.recorder.reformed
         if job.engine.pulse.shown:
             _show(job)
         save_at_end()

@@ -130,6 +130,7 @@ class Steps:
     ) -> None:
         self.job = job
         self.face = face
+        self.module = module
         self.optimizer = optimizer
         self.scaling = scaling
         self.gate = Gate(optimizer, self)

@@ -4,55 +4,38 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from resilin.core.answer import Menu
-from resilin.core.clock import ClockName
 from resilin.core.fit import Fitted, fit
 from resilin.core.hints import End, JobHints
-from resilin.core.noise import Noise
 from resilin.core.plan import BatchBounds
 from resilin.core.profile import StepProfile
 from resilin.engine import devices, environment
-from resilin.engine.base import Engine
 from resilin.training.report.measured import Measured
-from resilin.training.sizing.batch_size import BatchSizes
+from resilin.training.sizing.context import noise_of
 from resilin.training.timeline import Timeline
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
-    """The parts of a job that its hints are made of."""
-
-    engine: Engine
-    """The engine, which knows the members."""
-    timeline: Timeline
-    """Progress of the job."""
-    sizes: BatchSizes | None
-    """Batch sizes of the loader that trains; None if that is not one of resilin's."""
-    scale: float
-    """Global batch over reference batch, in the last step."""
-    clock: ClockName
-    """Clock of its rule, which decides when the run ends."""
-    noise: Noise | None
-    """Noise of the gradient, per sample; None until it was measured."""
-    measured: Measured
-    """The measurements of the job."""
+if TYPE_CHECKING:
+    from resilin.training.job import Job
 
 
-def job_hints(sources: Sources) -> JobHints:
+def job_hints(job: Job, measured: Measured) -> JobHints:
     """The hints of a job, with tables over the menu that it was given.
 
     Args:
-        sources: The parts of the job, which has a loader that trains, or has made a step.
+        job: The job, which has a loader that trains, or has made a step.
+        measured: Its measurements.
     """
-    engine, timeline, measured = sources.engine, sources.timeline, sources.measured
+    engine, timeline = job.engine, job.timeline
+    clock_name = "progress" if job.trained is None else job.trained.rule.clock
+    profiles = _profiles(job, measured)
     me, clock = engine.membership, timeline.clock
-    reference, batch_size, bounds, fixed = _batch(sources)
+    reference, batch_size, bounds, fixed = _batch(job)
     per_replica = engine.processes_per_replica
     multiple = max(per_replica, engine.processes_per_copy)
     least, most = _replicas(bounds, batch_size, fixed=fixed)
-    fits = {kind: fit(each.observations()) for kind, each in _profiles(sources).items()}
+    fits = {kind: fit(each.observations()) for kind, each in profiles.items()}
     total, end = _end(timeline, measured)
     present = fits.get(measured.kind)
     hints = JobHints(
@@ -69,18 +52,18 @@ def job_hints(sources: Sources) -> JobHints:
         max_replicas=most
         and max(-(-least * per_replica // multiple), most * per_replica // multiple) * multiple,
         size_multiple=multiple,
-        profiled=_largest(sources) * per_replica,
+        profiled=_largest(profiles) * per_replica,
         reference=reference,
         batch_size=batch_size,
         fixed=fixed,
         bounds=bounds,
         steps=clock.steps,
         samples=clock.samples,
-        progress=clock.progress if sources.clock == "progress" else clock.sample_steps,
+        progress=clock.progress if clock_name == "progress" else clock.sample_steps,
         total=total,
         end=end,
-        clock=sources.clock,
-        noise=sources.noise,
+        clock=clock_name,
+        noise=noise_of(job),
         throughput=None if present is None else present.model,
     )
     return hints.with_tables(measured.menu, _by_name(fits, measured.kind, measured.menu))
@@ -94,14 +77,15 @@ def accelerator() -> str:
     return devices.here().model()
 
 
-def _batch(sources: Sources) -> tuple[int, int, BatchBounds, bool]:
+def _batch(job: Job) -> tuple[int, int, BatchBounds, bool]:
     """Reference batch, batch size now, its bounds, and whether it stays what it is."""
-    sizes, timeline = sources.sizes, sources.timeline
+    sizes, timeline = job.sizes, job.timeline
     if sizes is None:
         # A loader of a framework: the batch is what its steps have.
         assert timeline.last_step is not None
         samples = timeline.last_step.samples
-        return max(1, round(samples / sources.scale)), samples, BatchBounds(samples), True
+        scale = 1.0 if job.trained is None else job.trained.scaling.last.scale
+        return max(1, round(samples / scale)), samples, BatchBounds(samples), True
     if sizes.autoscaler is not None:
         chosen = sizes.autoscaler
         return chosen.reference, chosen.batch_size, chosen.bounds, False
@@ -118,18 +102,18 @@ def _replicas(bounds: BatchBounds, batch_size: int, *, fixed: bool) -> tuple[int
     return least, None if largest is None else max(least, largest // max(1, lower))
 
 
-def _profiles(sources: Sources) -> dict[str, StepProfile]:
+def _profiles(job: Job, measured: Measured) -> dict[str, StepProfile]:
     """Step times by kind; those of an autoscaler are the means of all replicas."""
-    profiles = dict(sources.measured.profiles)
-    sizes = sources.sizes
+    profiles = dict(measured.profiles)
+    sizes = job.sizes
     if sizes is not None and sizes.autoscaler is not None and sizes.autoscaler.profile.windows:
-        profiles[sources.measured.kind] = sizes.autoscaler.profile
+        profiles[measured.kind] = sizes.autoscaler.profile
     return {kind: each for kind, each in profiles.items() if each.windows}
 
 
-def _largest(sources: Sources) -> int:
+def _largest(profiles: dict[str, StepProfile]) -> int:
     """The largest number of replicas at which steps were measured; 0 before the first one."""
-    keys = (key for each in _profiles(sources).values() for key in each.windows)
+    keys = (key for each in profiles.values() for key in each.windows)
     return max((key.replicas for key in keys), default=0)
 
 

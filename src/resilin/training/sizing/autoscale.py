@@ -12,15 +12,18 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from resilin.core import events, time_share
 from resilin.core.autoscale import FIRST, AutoscaleState, Votes
 from resilin.core.plan import BatchBounds, BatchPlan
 from resilin.core.profile import StepProfile
 from resilin.core.tuner import Decision, Tuner
-from resilin.training.sizing.context import SizingContext
+from resilin.training.sizing.context import noise_of
 from resilin.training.sizing.memory_limit import SharedLimit
+
+if TYPE_CHECKING:
+    from resilin.training.job import Job
 
 logger = logging.getLogger("resilin")
 
@@ -34,16 +37,14 @@ class Autoscaler:
     """The tuner of one loader, and what it has learned.
 
     Args:
-        context: What it reads of the job.
+        job: The job.
         reference: The reference batch.
         bounds: What the user allows.
         memory: The largest micro-batch that fits.
     """
 
-    def __init__(
-        self, context: SizingContext, reference: int, bounds: BatchBounds, memory: SharedLimit
-    ) -> None:
-        self._context = context
+    def __init__(self, job: Job, reference: int, bounds: BatchBounds, memory: SharedLimit) -> None:
+        self._job = job
         self._tuner = Tuner(reference=reference, bounds=bounds)
         self._memory = memory
         self._state = AutoscaleState(batch_size=reference)
@@ -83,7 +84,7 @@ class Autoscaler:
     @property
     def batch_size(self) -> int:
         """The global batch size now, within what the bounds allow for the present replicas."""
-        replicas = self._context.engine.membership.num_replicas
+        replicas = self._job.engine.membership.num_replicas
         return self._tuner.bounds.nearest(self._state.batch_size, replicas)
 
     # Times ---------------------------------------------------------------------------------
@@ -103,16 +104,17 @@ class Autoscaler:
 
     def votes(self) -> tuple[float, ...]:
         """Times of the last step, and on replica 0 the batch size it proposes."""
+        trained = self._job.trained
         return self._state.votes(
             self._proposed,
             None if self._ran is None else self._ran[1],
-            None if self._ran is None else self._context.sync_seconds(),
-            leads=self._context.engine.membership.replica == 0,
+            None if self._ran is None or trained is None else trained.gradient.sync.seconds(),
+            leads=self._job.engine.membership.replica == 0,
         )
 
     def counted(self, votes: tuple[float, ...]) -> None:
         """Takes up a choice of replica 0, and the times that all replicas have measured."""
-        sums, engine = Votes(*votes), self._context.engine
+        sums, engine = Votes(*votes), self._job.engine
         if sums.batch_size:
             self._proposed = None
         self._state = self._state.observe(
@@ -137,15 +139,15 @@ class Autoscaler:
         before = self.batch_size
         self._state, decision = self._state.decide(
             replace(self._tuner, bounds=self.bounds),
-            noise=self._context.noise(),
-            hosts=self._context.engine.membership.num_hosts,
+            noise=noise_of(self._job),
+            hosts=self._job.engine.membership.num_hosts,
             batch_size=before,
         )
         self.decision = decision
         changes = decision.batch_size != before
         # `resilin top` and the report show all decisions; on a terminal they would bury the rest.
         logger.debug("batch size %d -> %d: %s", before, decision.batch_size, decision.reason)
-        told = self._context.events
+        told = self._job.events
         told.emit(
             events.DecisionEvent(
                 **told.stamp(),

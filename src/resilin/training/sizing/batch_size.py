@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from resilin.core import _validate
 from resilin.core.batch_schedule import BatchSchedule
@@ -17,8 +18,11 @@ from resilin.engine import overrides
 from resilin.training.ballot import Voter
 from resilin.training.sizing.autoscale import Autoscaler
 from resilin.training.sizing.by_noise import Capping, Ramping
-from resilin.training.sizing.context import KeptSizes, SizePart, SizingContext
+from resilin.training.sizing.context import KeptSizes, SizePart, tokens_per_step
 from resilin.training.sizing.memory_limit import LocalLimit, SharedLimit
+
+if TYPE_CHECKING:
+    from resilin.training.job import Job
 
 logger = logging.getLogger("resilin")
 
@@ -98,7 +102,7 @@ class BatchSizes:
     """The batch sizes of one loader: set by the user, or chosen by an autoscaler.
 
     Args:
-        context: What it reads of the job.
+        job: The job.
         reference: The reference run of the loader.
         max_local_bsz: Most samples in a micro-batch; None sets no limit.
         limit: What fits into the memory of this replica, if that is watched.
@@ -108,7 +112,7 @@ class BatchSizes:
 
     def __init__(
         self,
-        context: SizingContext,
+        job: Job,
         reference: Reference,
         max_local_bsz: int | None = None,
         limit: LocalLimit | None = None,
@@ -116,9 +120,9 @@ class BatchSizes:
         weighs: bool = False,
         capped: bool = False,
     ) -> None:
-        self._context = context
+        self._job = job
         self._weighs = weighs
-        self.memory = SharedLimit(context.engine, limit)
+        self.memory = SharedLimit(job.engine, limit)
         """The largest micro-batch that fits into memory, on all replicas."""
         self._reference = reference
         self._max_local_bsz = max_local_bsz
@@ -130,7 +134,7 @@ class BatchSizes:
         self._replayed: BatchTrace | None = None
         self._voted: list[tuple[SizePart, int]] = []
         self._chooser: Autoscaler | Ramping | None = None
-        self._cap = Capping(context, reference.batch_size) if capped else None
+        self._cap = Capping(job, reference.batch_size) if capped else None
 
     @property
     def autoscaler(self) -> Autoscaler | None:
@@ -155,7 +159,7 @@ class BatchSizes:
             logger.debug("a trace is being replayed: the batch size %s waits", batch_size)
         before, self._chooser, self._wanted = self._chooser, None, batch_size
         if isinstance(batch_size, NoiseRamp) and self._replayed is None:
-            self._chooser = Ramping(self._context, batch_size)
+            self._chooser = Ramping(self._job, batch_size)
             self._continue(before)
         self._note(batch_size if isinstance(batch_size, int) else _described(batch_size))
 
@@ -171,7 +175,7 @@ class BatchSizes:
         self._chooser = None
         self._bounds = bounds
         if self._replayed is None:
-            self._chooser = Autoscaler(self._context, batch_size, bounds, self.memory)
+            self._chooser = Autoscaler(self._job, batch_size, bounds, self.memory)
         self._note("autoscale_batch_size()")
 
     def _continue(self, before: Autoscaler | Ramping | None) -> None:
@@ -190,7 +194,7 @@ class BatchSizes:
         A script sets its initial choice again after a restart. Its loop may not repeat a later one,
         such as in `if epoch == 5`.
         """
-        if self._context.has_started():
+        if self._job.recovery is not None:
             self._in_loop = chosen
             if self._kept is not None:
                 self._kept.chosen = chosen
@@ -249,8 +253,8 @@ class BatchSizes:
             The parts that have state, by name.
         """
         if self._replayed is None and (trace := overrides.batch_trace()) is not None:
-            self._context.events.replays = overrides.trace_source()
-            logger.info("the batch size follows %s, not the script", self._context.events.replays)
+            self._job.events.replays = overrides.trace_source()
+            logger.info("the batch size follows %s, not the script", self._job.events.replays)
             self._replayed = trace
             self._chooser = None
         self._take_over(kept, made_within=made_within)
@@ -295,7 +299,7 @@ class BatchSizes:
         if size == offered or self._replayed is not None:
             return size
         # What the user allows goes before what the noise allows.
-        return self._bounds.nearest(size, self._context.engine.membership.num_replicas)
+        return self._bounds.nearest(size, self._job.engine.membership.num_replicas)
 
     def _offered(self, clock: Clock) -> int:
         """The same without the cap."""
@@ -311,20 +315,20 @@ class BatchSizes:
             size = wanted.now(clock, self._with_tokens())
         else:
             if isinstance(wanted, BatchSchedule) and wanted.unit == "tokens":
-                _check_tokens(clock, weighs=self._weighs, told=self._context.tokens_per_step())
+                _check_tokens(clock, weighs=self._weighs, told=tokens_per_step(self._job))
             size = wanted(clock)
         return _validate.whole("the batch size", size, at_least=1)
 
     def _with_tokens(self) -> Reference:
         # Only the model is told how many tokens a reference step has.
-        tokens = self._context.tokens_per_step()
+        tokens = tokens_per_step(self._job)
         return (
             self._reference if tokens is None else replace(self._reference, tokens_per_step=tokens)
         )
 
     def _clock(self) -> Clock:
         # Without a model nobody commits steps, and the loader counts its own.
-        return self._context.timeline.clock if self._context.has_model() else self._own_clock
+        return self._job.timeline.clock if self._job.trained is not None else self._own_clock
 
     def count_step(self, *, samples: int, scale: float, sample_steps: float) -> None:
         """A step is over, and there is no model that would count it.
@@ -372,7 +376,7 @@ class BatchSizes:
         plan = _planned(
             self._bounds,
             samples,
-            self._context.engine.membership.num_replicas,
+            self._job.engine.membership.num_replicas,
             # The remainder of an epoch is what it is, and so is what a trace says.
             bounded=samples == batch_size and self._replayed is None,
             fits=self.memory.limit if training else None,

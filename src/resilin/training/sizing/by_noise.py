@@ -9,14 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from resilin.core._warn import warn
 from resilin.core.events import DecisionEvent
 from resilin.core.noise_cap import NoiseCap
 from resilin.core.ramp import CONFIDENCE, NoiseRamp
 from resilin.core.rules import WeakEvidenceWarning
-from resilin.training.sizing.context import SizingContext
+from resilin.training.sizing.context import lower_noise_scale, noise_of
+
+if TYPE_CHECKING:
+    from resilin.training.job import Job
 
 logger = logging.getLogger("resilin")
 
@@ -25,12 +28,12 @@ class Ramping:
     """The ramp of one loader, and the size that it has reached.
 
     Args:
-        context: What it reads of the job.
+        job: The job.
         ramp: The sizes.
     """
 
-    def __init__(self, context: SizingContext, ramp: NoiseRamp) -> None:
-        self._context = context
+    def __init__(self, job: Job, ramp: NoiseRamp) -> None:
+        self._job = job
         self._ramp = ramp
         self._reason = ""
         self.batch_size = ramp.sizes[0]
@@ -38,9 +41,9 @@ class Ramping:
 
     def votes(self) -> tuple[float, ...]:
         """The next size on replica 0 if the noise allows it, else 0."""
-        if self._context.engine.membership.replica != 0:
+        if self._job.engine.membership.replica != 0:
             return (0.0,)
-        bound = self._context.lower_phi(self._ramp.confidence)
+        bound = lower_noise_scale(self._job, self._ramp.confidence)
         size = self._ramp.next(self.batch_size, bound)
         if size == self.batch_size:
             return (0.0,)
@@ -52,10 +55,10 @@ class Ramping:
         if not votes[0]:
             return
         before, self.batch_size = self.batch_size, round(votes[0])
-        if self._context.engine.membership.replica != 0:
+        if self._job.engine.membership.replica != 0:
             return
         logger.info("batch size %d -> %d: %s", before, self.batch_size, self._reason)
-        told = self._context.events
+        told = self._job.events
         told.emit(
             DecisionEvent(
                 **told.stamp(),
@@ -78,12 +81,12 @@ class Capping:
     """The cap of one loader.
 
     Args:
-        context: What it reads of the job.
+        job: The job.
         reference: The reference batch.
     """
 
-    def __init__(self, context: SizingContext, reference: int) -> None:
-        self._context = context
+    def __init__(self, job: Job, reference: int) -> None:
+        self._job = job
         self._cap = NoiseCap(reference)
         self._warned = False
 
@@ -97,7 +100,8 @@ class Capping:
         Warns:
             WeakEvidenceWarning: The optimizer is not SGD.
         """
-        optimizer = self._context.optimizer()
+        trained = self._job.trained
+        optimizer = None if trained is None else type(trained.optimizer).__name__
         if optimizer in (None, "SGD") or self._warned:
             return
         self._warned = True
@@ -109,10 +113,10 @@ class Capping:
 
     def votes(self) -> tuple[float, ...]:
         """The noise scale to follow from now on, on replica 0 and if it is another one, else 0."""
-        noise = self._context.noise()
-        if noise is None or self._context.engine.membership.replica != 0:
+        noise = noise_of(self._job)
+        if noise is None or self._job.engine.membership.replica != 0:
             return (0.0,)
-        if self._cap.phi is None and self._context.lower_phi(CONFIDENCE) is None:
+        if self._cap.phi is None and lower_noise_scale(self._job, CONFIDENCE) is None:
             # The first few measurements may say anything.
             return (0.0,)
         after = self._cap.observe(noise.phi)

@@ -1,41 +1,34 @@
-"""The parts of a job that sizing reads."""
+"""What sizing asks of the model that its job trains, and the protocols of its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from resilin.core.noise import Noise
-from resilin.engine.base import Engine
-from resilin.training.events import Events
-from resilin.training.timeline import Timeline
+from resilin.core.ramp import lower_phi
+
+if TYPE_CHECKING:
+    from resilin.training.job import Job
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SizingContext:
-    """The parts of the job that sizing reads, and those that it writes events to."""
+def tokens_per_step(job: Job) -> float | None:
+    """Tokens in one reference step, if the model was told."""
+    return None if job.trained is None else job.trained.scaling.reference.tokens_per_step
 
-    engine: Engine
-    """The engine of the job."""
-    timeline: Timeline
-    """The timeline of the job."""
-    events: Events
-    """The events, to which decisions are reported."""
-    has_model: Callable[[], bool]
-    """Returns whether a model is being trained: it counts the steps then."""
-    tokens_per_step: Callable[[], float | None]
-    """Returns the tokens in one reference step, if the model was told."""
-    noise: Callable[[], Noise | None]
-    """Returns the noise of the gradient, per sample; None until it was measured."""
-    lower_phi: Callable[[float], float | None]
-    """Returns the lower bound of the noise scale at this confidence, in samples, if known."""
-    optimizer: Callable[[], str | None]
-    """Returns the name of the optimizer's class, if there is a model."""
-    sync_seconds: Callable[[], float | None]
-    """Returns how long the newest step that is known waited for the reduction of its gradient."""
-    has_started: Callable[[], bool]
-    """Returns whether the job has started: what a loop sets from then on is a part of the state."""
+
+def noise_of(job: Job) -> Noise | None:
+    """The noise of the gradient, per sample; None until it was measured."""
+    return None if job.trained is None else job.trained.scaling.sample_noise
+
+
+def lower_noise_scale(job: Job, confidence: float) -> float | None:
+    """The lower bound of the noise scale at this confidence, in samples, if it is known."""
+    if job.trained is None:
+        return None
+    scaling = job.trained.scaling
+    phi = lower_phi(scaling.estimates.averages, confidence)
+    return None if phi is None else phi / scaling.reference.per_sample()
 
 
 class SizePart(Protocol):

@@ -8,36 +8,36 @@ on its own is not known here, and counts twice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from resilin.training.state.randomness import remembered
-from resilin.training.state.registry import Registry, Summed
+from resilin.training.state.registry import Summed
+
+if TYPE_CHECKING:
+    from resilin.training.job import Job
 
 
 class Body:
     """The state before the body of a step.
 
     Args:
-        registry: Has the sums.
-        module: Returns the module that is trained; None before there is one.
+        job: The job, which has the sums and the model.
     """
 
-    def __init__(self, registry: Registry, module: Callable[[], nn.Module | None]) -> None:
-        self._registry = registry
-        self._module = module
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._undo: list[Callable[[], None]] = []
 
     def begins(self) -> None:
         """Remembers what the body is about to change."""
-        sums = [(thing, thing.state_dict()) for thing in self._registry.summed.values()]
+        sums = [(thing, thing.state_dict()) for thing in self._job.registry.summed.values()]
         self._undo = [remembered(), lambda: _put_back_sums(sums)]
-        module = self._module()
-        if module is None:
+        if self._job.trained is None:
             return
-        buffers = [buffer for buffer in module.buffers() if buffer.numel()]
+        buffers = [b for b in self._job.trained.module.buffers() if b.numel()]
         if buffers:
             copies = [buffer.detach().clone() for buffer in buffers]
             self._undo.append(lambda: _put_back(buffers, copies))

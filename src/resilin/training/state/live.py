@@ -11,64 +11,39 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 from resilin.core.forming import Healing, heal
 from resilin.core.recovery import Version
-from resilin.engine.base import Engine
 from resilin.engine.changes import Changes
 from resilin.engine.lost import PeerLost
 from resilin.training.state.body import Body
 from resilin.training.state.member_sums import MemberSums
 from resilin.training.state.recovery import Recovery
-from resilin.training.state.registry import Registry
 from resilin.training.state.shards import Held, Sharded
 from resilin.training.state.snapshot import Json, Snapshot
 from resilin.training.state.transfer import transfer
-from resilin.training.timeline import Timeline
+
+if TYPE_CHECKING:
+    from resilin.training.job import Job
 
 logger = logging.getLogger("resilin")
-
-Report = Callable[[int, str, float], None]
-"""Takes the number of replicas before a change, the change in words, and its seconds."""
-
-
-class Holder(Protocol):
-    """Holds groups of a generation for a model, as its gradient does."""
-
-    def let_go(self) -> None:
-        """Gives them up, and the step that was lost in it."""
-        ...
-
-    def follow_copies(self) -> None:
-        """Gives a sharded model the groups of the present generation."""
-        ...
-
-
-class Parts(NamedTuple):
-    """The parts of a job that follow changes of its members."""
-
-    engine: Engine
-    registry: Registry
-    timeline: Timeline
-    body: Body
-    """Side effects of the step under way."""
-    trained: Callable[[], Holder | None]
-    """Returns the model that is trained; None before there is one."""
 
 
 class LiveState:
     """Keeps the state of this replica that of the job; a voter.
 
     Args:
-        parts: The parts of the job.
+        job: The job.
         changes: The changes of its members.
     """
 
-    def __init__(self, parts: Parts, changes: Changes) -> None:
-        self._engine, self._registry, self._timeline, self._body, self._trained = parts
+    def __init__(self, job: Job, changes: Changes) -> None:
+        self._job = job
+        self._engine, self._registry, self._timeline = job.engine, job.registry, job.timeline
+        self._body = Body(job)
         self._changes = changes
         self._recovery: Recovery | None = None
         self._sums: MemberSums | None = None
@@ -76,17 +51,12 @@ class LiveState:
         self._whole = False
         self._lost = False
         self._since = 0.0
-        self.say_farewell: Callable[[], None] = _nothing
-        """Completes the reports of this process, which leaves."""
-        self.report: Report = _report_nothing
-        """Takes each change."""
 
-    def start(self, recovery: Recovery, say_farewell: Callable[[], None]) -> None:
+    def start(self, recovery: Recovery) -> None:
         """Starts a member: with the others of a new job, or healed by those of a running one.
 
         Args:
             recovery: Keeps and restores the state of the job.
-            say_farewell: Completes the reports of this process before it leaves.
         """
         changes, timeline = self._changes, self._timeline
         self._recovery = recovery
@@ -94,11 +64,6 @@ class LiveState:
             self._engine, self._registry, timeline, recovery.directory, changes.name
         )
 
-        def leave() -> None:
-            recovery.end_early()
-            say_farewell()
-
-        self.say_farewell = leave
         if changes.is_joining:
             changes.begin(self)
             return
@@ -113,6 +78,13 @@ class LiveState:
         # If there is a newer generation already, the first step comes to it.
         with contextlib.suppress(PeerLost):
             changes.formed(Version(timeline.committed_in, timeline.clock.steps))
+
+    def say_farewell(self) -> None:
+        """Completes the reports of this process, which leaves."""
+        if self._recovery is not None:
+            self._recovery.end_early()
+        if self._job.recorder is not None:
+            self._job.recorder.close()
 
     # In steps ------------------------------------------------------------------------------
 
@@ -150,7 +122,7 @@ class LiveState:
     def let_go(self) -> None:
         """Gives up the groups of the present generation."""
         self._since = time.monotonic()
-        if (trained := self._trained()) is not None:
+        if (trained := self._job.trained) is not None:
             trained.let_go()
         if self._recovery is not None:
             self._recovery.let_go()
@@ -165,7 +137,7 @@ class LiveState:
         engine, changes, recovery, sums = self._engine, self._changes, self._recovery, self._sums
         assert recovery is not None
         assert sums is not None
-        if (trained := self._trained()) is not None:
+        if (trained := self._job.trained) is not None:
             # Before any state is taken: which part of it a process holds depends on them.
             trained.follow_copies()
         held = self._held()
@@ -258,7 +230,8 @@ class LiveState:
                 healing.state.step,
                 seconds,
             )
-        self.report(len(before), text, seconds)
+        if self._job.recorder is not None:
+            self._job.recorder.reformed(len(before), text, seconds)
 
 
 def _sendable(held: Held) -> Held:
@@ -280,11 +253,3 @@ def _healed(before: Sequence[str], now: Sequence[str], healing: Healing) -> str:
     """Names of former members that were given the state of the others; empty for none."""
     names = [now[replica] for replica in healing.lacking if now[replica] in before]
     return f"{', '.join(names)} had lost a step" if names else ""
-
-
-def _nothing() -> None:
-    pass
-
-
-def _report_nothing(replicas_before: int, text: str, seconds: float) -> None:
-    pass

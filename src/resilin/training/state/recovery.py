@@ -13,22 +13,21 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from resilin.engine import environment
-from resilin.engine.base import Engine
 from resilin.engine.watch import PEER_GONE
-from resilin.training.events import Events
 from resilin.training.state import startup
 from resilin.training.state.checkpoint_schedule import CheckpointSchedule
 from resilin.training.state.memory import MemoryCopies
 from resilin.training.state.memory_schedule import MemorySchedule
-from resilin.training.state.registry import Registry
 from resilin.training.state.risk import RiskReport
 from resilin.training.state.settings import StateSettings, memory_directory
 from resilin.training.state.snapshot import Version
-from resilin.training.timeline import Timeline
+
+if TYPE_CHECKING:
+    from resilin.training.job import Job
 
 logger = logging.getLogger("resilin")
 
@@ -40,31 +39,16 @@ class Recovery:
     """Keeps and restores the state of one job; a voter.
 
     Args:
+        job: The job.
         settings: Where state is kept, and how often.
-        engine: Who is in the job.
-        registry: What has state.
-        timeline: The clock and the epochs of the job.
-        events: Who hears of checkpoints and risks.
-        close_log: Called before this process ends by agreement: reports are completed.
-        flush_log: Called by another thread before this process is ended without it.
     """
 
-    def __init__(
-        self,
-        settings: StateSettings,
-        engine: Engine,
-        registry: Registry,
-        timeline: Timeline,
-        events: Events,
-        *,
-        close_log: Callable[[], None] = lambda: None,
-        flush_log: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._engine = engine
-        self._registry = registry
-        self._timeline = timeline
-        self._close_log = close_log
-        self._flush_log = flush_log
+    def __init__(self, job: Job, settings: StateSettings) -> None:
+        self._job = job
+        self._engine = engine = job.engine
+        self._registry = registry = job.registry
+        self._timeline = job.timeline
+        events = job.events
         self._saves = CheckpointSchedule(settings, engine, registry, events)
         directory = memory_directory(engine, settings)
         memory = (
@@ -262,7 +246,8 @@ class Recovery:
         if engine.membership.is_first and not (engine.pulse.shown and engine.stop.reported):
             # Otherwise the launcher reports it, with the signal that it got.
             logger.info("stopped at step %d (%s)", version.step, reason)
-        self._close_log()
+        if self._job.recorder is not None:
+            self._job.recorder.close()
         engine.leave(asked=engine.stop.asked)
 
     def _last_words(self, reason: str, deadline_passed: bool) -> None:
@@ -279,7 +264,8 @@ class Recovery:
                 self._saves.save_from_memory(memory)
         except Exception:
             logger.exception("the memory copy was not saved")
-        self._flush_log()
+        if self._job.recorder is not None:
+            self._job.recorder.flush()
 
     @property
     def listening(self) -> bool:
