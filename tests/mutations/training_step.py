@@ -464,7 +464,7 @@ MUTATIONS: list[Mutation] = [
         promise="one replica alone proposes the next size of a ramp",
         path="training/sizing/by_noise.py",
         old="""\
-        if self._context.engine.membership.replica != 0:
+        if self._job.engine.membership.replica != 0:
             return (0.0,)
         bound =""",
         new="        bound =",
@@ -473,7 +473,7 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="a cap waits for some measurements of the noise",
         path="training/sizing/by_noise.py",
-        old="if self._cap.phi is None and self._context.lower_phi(CONFIDENCE) is None:",
+        old="if self._cap.phi is None and lower_noise_scale(self._job, CONFIDENCE) is None:",
         new="if self._cap.phi is None and noise.sqr_norm == 0:",
         test="tests/training/sizing/test_noise_cap.py::"
         "test_one_replica_takes_what_the_noise_allows_of_a_number",
@@ -481,7 +481,7 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="the bounds of the user go before the cap of the noise",
         path="training/sizing/batch_size.py",
-        old="return self._bounds.nearest(size, self._context.engine.membership.num_replicas)",
+        old="return self._bounds.nearest(size, self._job.engine.membership.num_replicas)",
         new="return size",
         test="tests/training/sizing/test_noise_cap.py::"
         "test_the_bounds_of_an_autoscaler_go_before_the_cap",
