@@ -199,6 +199,14 @@ class Steps:
         micro = self.job.iterations.micro_batch
         return None if micro is None else micro.number
 
+    def _require_own_weights(self) -> None:
+        if self.has_averaged_weights:
+            raise RuntimeError(
+                "the model trains while it has averaged weights: what it learns now would be lost "
+                "when its own weights come back. Train outside of `with ema.applied():`, and call "
+                "model.eval() or use torch.no_grad() within it"
+            )
+
     def has_begun(self) -> bool:
         """Whether the step has a gradient, or may have one without more of this replica."""
         step = self.step
@@ -217,12 +225,7 @@ class Steps:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the module in training, as the current micro-batch of the step."""
-        if self.has_averaged_weights:
-            raise RuntimeError(
-                "the model trains while it has averaged weights: what it learns now would be lost "
-                "when its own weights come back. Train outside of `with ema.applied():`, and call "
-                "model.eval() or use torch.no_grad() within it"
-            )
+        self._require_own_weights()
         iterations, step = self.job.iterations, self.step
         values = (args, kwargs) if self.using is None else self.using
         iterations.follow(values, called=step.called, pending=step.pending)
@@ -489,6 +492,7 @@ class Steps:
             Its result; None if the step failed.
         """
         job = self.job
+        self._require_own_weights()
         job.iterations.check_unused(told=self.scaling.reference.is_told)
         self.prepare()
         if not job.engine.all_committed():

@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import resilin
+from resilin.training.bridge.home import Home
 from resilin.training.bridge.readout import read_out
 
 
@@ -13,6 +14,7 @@ def make(rule="constant", **kwargs):
     net = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     model = resilin.AdaptiveDataParallel(net, optimizer, rule=rule, stats_every=1)
+    Home()  # a framework has the loop
     dataset = TensorDataset(torch.randn(50, 3))
     return model, optimizer, resilin.AdaptiveDataLoader(dataset, 8, **kwargs)
 
