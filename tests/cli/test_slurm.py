@@ -189,7 +189,7 @@ def test_the_scripts_are_printed_and_nothing_is_submitted(tmp_path, monkeypatch,
     assert "--exclusive" not in part
     assert "--nproc 4 --checkpoint-dir s3://b/j --nnodes 2:8 " in part
     assert """'my train.py' --lr 0.1 --time 'it'"'"'s' &\n""" in part
-    assert "resilin.cli store --port 0 " in store
+    assert "resilin.cli store --host 0.0.0.0 --port 0 " in store
     assert list(tmp_path.iterdir()) == [tmp_path / "my train.py"]
     for text in (store.partition("\n")[2], part):
         subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=30)

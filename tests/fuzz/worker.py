@@ -123,13 +123,17 @@ def main() -> None:
             store.set(f"{key}/{rank}", "done")
             for other in range(task["world"]):
                 store.get(f"{key}/{other}")
+            if (Path(task["path"]) / f"left-{task['life']}").exists():
+                # The script has ended: so does its process, which the agent starts again. One that
+                # lived on would hold its state in memory against the next life.
+                sys.exit(1)
             resilin.reset_job()
             if dist.is_initialized():
                 dist.destroy_process_group()
             # Workers of the next case are forks: one that finds what is left of this group among
             # its garbage would wait there for threads that it does not have, or crash.
             gc.collect()
-            if rank == 0 and not (Path(task["path"]) / f"left-{task['life']}").exists():
+            if rank == 0:
                 end(Path(task["path"]), "ran")
         number += 1
     with contextlib.suppress(Exception):

@@ -159,8 +159,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="zero_grad waits for the whole step",
         path="training/step.py",
-        old="            self.leave_step()\n        return self.step.pending",
-        new="            self.leave_step()\n        return self.step.complete",
+        old="            self.leave_step()\n        return self.now.step.pending",
+        new="            self.leave_step()\n        return self.now.step.complete",
         test=f"{_REFUSALS}::test_zero_grad_of_anything_waits[model-after step]",
     ),
     Mutation(

@@ -74,7 +74,7 @@ rm -f endpoint store.log
 store=$!
 trap leave=1 USR1
 trap 'rm -f endpoint; kill "$store"; exit 143' TERM
-until port=$(sed -n 's/.* on port \\([0-9]*\\)$/\\1/p' store.log 2>/dev/null) && [ "$port" ]; do
+until port=$(sed -n 's/.* port \\([0-9]*\\)$/\\1/p' store.log 2>/dev/null) && [ "$port" ]; do
     kill -0 "$store" || exit 1
     sleep 0.2
 done

@@ -133,7 +133,6 @@ class Steps:
         self.module = module
         self.optimizer = optimizer
         self.scaling = scaling
-        self.gate = Gate(optimizer, self)
         self.scaler: ScalerGate | None = None
         self.scheduler: ClockedScheduler | None = None
         """The scheduler that a clock steps, if there is one."""
@@ -158,15 +157,14 @@ class Steps:
             sharding,
             backward_begins=self._backward_begins,
         )
+        self.now = self.gradient.exchange
+        """What has the step under way, which this class alone replaces."""
+        self.gate = Gate(optimizer, self)
 
     @property
     def step(self) -> Step:
         """The step under way, or the one to come."""
-        return self.gradient.exchange.step
-
-    @step.setter
-    def step(self, step: Step) -> None:
-        self.gradient.exchange.step = step
+        return self.now.step
 
     # Questions -----------------------------------------------------------------------------
 
@@ -188,7 +186,7 @@ class Steps:
     @property
     def stepped(self) -> bool:
         """Whether a step was made with the micro-batch that the loop works on."""
-        return self.step.made_with(self._number())
+        return self.now.step.made_with(self._number())
 
     @property
     def has_averaged_weights(self) -> bool:
@@ -209,7 +207,7 @@ class Steps:
 
     def has_begun(self) -> bool:
         """Whether the step has a gradient, or may have one without more of this replica."""
-        step = self.step
+        step = self.now.step
         if step.pending or step.part is None:
             return step.pending
         # Nothing was trained so far, but micro-batches or other replicas have it to come.
@@ -218,7 +216,7 @@ class Steps:
 
     def schedule_waits(self) -> bool:
         """Asked by the gate: whether the body works on a step that is incomplete, or not made."""
-        micro, step = self.job.iterations.micro_batch, self.step
+        micro, step = self.job.iterations.micro_batch, self.now.step
         return step.failed or step.stopped or (micro is not None and not micro.last)
 
     # 1. A micro-batch: the model is called ---------------------------------------------------
@@ -226,7 +224,7 @@ class Steps:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the module in training, as the current micro-batch of the step."""
         self._require_own_weights()
-        iterations, step = self.job.iterations, self.step
+        iterations, step = self.job.iterations, self.now.step
         values = (args, kwargs) if self.using is None else self.using
         iterations.follow(values, called=step.called, pending=step.pending)
         micro = iterations.micro_batch
@@ -244,16 +242,16 @@ class Steps:
 
         Its size is that of the largest call before its backward pass.
         """
-        if self.step.called:
-            self.step = self.step.reweighed(weight)
-        elif self.step.part is None or self.step.result is not None:
+        if self.now.step.called:
+            self.now.step = self.now.step.reweighed(weight)
+        elif self.now.step.part is None or self.now.step.result is not None:
             begin_step(self.job)
             part = Part(weight=weight, samples=round(weight), last=True, total=None)
             self._begin(part, self._opened(part))
 
     def _take_micro_batch(self, micro: MicroBatch) -> None:
         """Takes the micro-batch that the loader has handed out, if it is a new one."""
-        step = self.step
+        step = self.now.step
         if step.is_in(micro.number):
             return
         if self.weight is not None and micro.total_weight is None:
@@ -292,7 +290,7 @@ class Steps:
         job = self.job
         # One micro-batch alone has nothing to be compared with.
         several = job.engine.membership.num_replicas > 1 or not part.last
-        return self.step.opened(
+        return self.now.step.opened(
             steps=job.clock.steps,
             measure=several and self.measures_next(),
             seconds=job.timer.usual,
@@ -324,7 +322,7 @@ class Steps:
                     "between two optimizer steps"
                 )
             gradient.calls.next_micro_batch()
-        self.step = self.step.with_part(part)
+        self.now.step = self.now.step.with_part(part)
         gradient.begin()
         if opened is None:
             gradient.seals.close()
@@ -332,7 +330,7 @@ class Steps:
     def _open(self, opened: Step) -> None:
         """Opens a step: whoever is there takes part, with the parameters that are trained now."""
         gradient = self.gradient
-        if self.step.pending:
+        if self.now.step.pending:
             warn(refusals.LEFT)
         self.drop()
         gradient.parameters.check()
@@ -341,17 +339,17 @@ class Steps:
             gradient.update()
             if not others and gradient.exchange.group is not None:
                 # In place of the reduction that the others expect, if they have changed nothing.
-                self.step = opened.changed()
+                self.now.step = opened.changed()
                 gradient.take_part_empty()
         if others or changed:
             gradient.attach()
-        self.step = opened
+        self.now.step = opened
         gradient.hooks.begin_step()
         gradient.seals.begin_step()
 
     def _end_micro_batch(self) -> None:
         """Ends the micro-batch before another one: it was trained, or left out."""
-        if self.step.in_backward:
+        if self.now.step.in_backward:
             raise RuntimeError(refusals.FAILED)
         self._settle()
         self.gradient.leave_out()
@@ -362,31 +360,31 @@ class Steps:
         Raises:
             RuntimeError: Somebody changed the gradient.
         """
-        self.gradient.seals.verify(complete=self.step.complete)
-        if self.step.fresh and self.step.result is None:
-            self.step = self.step.taken_in()
+        self.gradient.seals.verify(complete=self.now.step.complete)
+        if self.now.step.fresh and self.now.step.result is None:
+            self.now.step = self.now.step.taken_in()
             self.gradient.take_in()
 
     # 2. Its backward pass --------------------------------------------------------------------
 
     def _backward_begins(self) -> None:
         """Called when a backward pass reaches the output of a call of the model."""
-        step, gradient = self.step, self.gradient
+        step, gradient = self.now.step, self.gradient
         if step.in_backward:
             return
-        self.step = step.backward_under_way()
+        self.now.step = step.backward_under_way()
         after_backward(self._backward_ends)
         if step.part is None or step.result is not None:
             return  # Its end refuses it.
         gradient.seals.verify(complete=False)
         gradient.seals.open()
         gradient.seals.check_zeroed()
-        self.step = self.step.reached(gradient.calls.weight())
+        self.now.step = self.now.step.reached(gradient.calls.weight())
 
     def _backward_ends(self) -> None:
         """Called at the end of that pass; the last one of this replica reduces, and votes."""
-        self.step = self.step.without_backward()
-        self.step = step = self.step.backward_over()
+        self.now.step = self.now.step.without_backward()
+        self.now.step = step = self.now.step.backward_over()
         self.gradient.calls.check()
         assert step.part is not None
         # DDP has queued its own end by now. Ours comes after it, when gradients are reduced. FSDP
@@ -405,21 +403,21 @@ class Steps:
             RuntimeError: A second backward pass through the last micro-batch.
         """
         gradient = self.gradient
-        self.step.check_reduced_once()
-        if self.step.result is None:
-            head = gradient.take_part(trained=self.step.fresh)
-            self.step = self.step.reduced(LOST if head is None else gradient.complete(head))
+        self.now.step.check_reduced_once()
+        if self.now.step.result is None:
+            head = gradient.take_part(trained=self.now.step.fresh)
+            self.now.step = self.now.step.reduced(LOST if head is None else gradient.complete(head))
             gradient.sync.reduced()
-            if self.step.complete:
+            if self.now.step.complete:
                 gradient.seals.close()
-        assert self.step.result is not None
-        return self.step.result
+        assert self.now.step.result is not None
+        return self.now.step.result
 
     def _leave_replicas(self) -> None:
         """Leaves the step without its last backward pass: no replica makes it."""
-        self.step = self.step.without_backward().leaving()
+        self.now.step = self.now.step.without_backward().leaving()
         if self.gradient.take_part_empty() is None:
-            self.step = self.step.reduced(LOST)
+            self.now.step = self.now.step.reduced(LOST)
 
     # 4. `optimizer.step()` decides -----------------------------------------------------------
 
@@ -431,13 +429,13 @@ class Steps:
         Raises:
             RuntimeError: There is no gradient, or it was changed.
         """
-        if self.step.stopped:
+        if self.now.step.stopped:
             return True
         micro = self.job.iterations.micro_batch
-        if micro is not None and micro.training and self.step.part is not None:
+        if micro is not None and micro.training and self.now.step.part is not None:
             # It may be left out before its forward pass.
             self._take_micro_batch(micro)
-        if self.step.part is None or not self.has_begun():
+        if self.now.step.part is None or not self.has_begun():
             raise RuntimeError(refusals.no_backward(self.gradient.calls.returned))
         if self.scaler is None and calling_scaler():
             raise RuntimeError(
@@ -445,26 +443,26 @@ class Steps:
                 "would be unscaled before they are complete; pass it as scaler="
             )
         self._settle()
-        if self.step.part.last and self.step.result is None:
+        if self.now.step.part.last and self.now.step.result is None:
             self._end_micro_batch()
             self._reduce()
-        self.step = self.step.asked()
-        return self.step.waited
+        self.now.step = self.now.step.asked()
+        return self.now.step.waited
 
     def gradient_waits(self) -> bool:
         """Whether `zero_grad` would destroy a part of the step.
 
         Once the gradient is complete, `zero_grad` before `optimizer.step` leaves the step.
         """
-        if self.step.complete:
+        if self.now.step.complete:
             self.leave_step()
-        return self.step.pending
+        return self.now.step.pending
 
     def prepare(self) -> Reduced:
         """Turns the complete gradient into gain and factors, once per step."""
         if self.scaling.prepared is not None:
             return self.scaling.prepared
-        reduced, measured = self._reduce(), self.step.measure
+        reduced, measured = self._reduce(), self.now.step.measure
         scaler = self.scaler if measured else None
         self.scaling.prepare(
             reduced,
@@ -515,7 +513,7 @@ class Steps:
 
     def leave_step(self) -> None:
         """Called when the loop, here or on another replica, has abandoned the step."""
-        self.commit(Outcome.FAILED if self.step.lost else Outcome.SKIPPED)
+        self.commit(Outcome.FAILED if self.now.step.lost else Outcome.SKIPPED)
 
     # 5. Commit: the one place where clock, cursor and scheduler move -------------------------
 
@@ -537,7 +535,7 @@ class Steps:
 
     def _committed(self) -> None:
         job, timeline, reference = self.job, self.job.timeline, self.scaling.reference
-        reduced, scaled, measured = self.prepare(), self.scaling.last, self.step.measure
+        reduced, scaled, measured = self.prepare(), self.scaling.last, self.now.step.measure
         due = 0.0 if self.scheduler is None else reference.read(self.scheduler.clock)
         before, plan, micro = timeline.clock, job.iterations.plan, job.iterations.micro_batch
         samples = reduced.samples
@@ -572,11 +570,11 @@ class Steps:
 
     def _end(self, outcome: Outcome, number: int | None) -> None:
         """Ends the gradient of a step; `.grad` is the loop's to zero."""
-        if self.step.complete:
+        if self.now.step.complete:
             self.gradient.seals.use()
         else:
             self.gradient.seals.forget_used()
-        self.step = self.step.ended(outcome, number)
+        self.now.step = self.now.step.ended(outcome, number)
         self.gradient.forget()
 
     def _failed(self) -> None:
@@ -584,7 +582,7 @@ class Steps:
         job = self.job
         self.drop()
         self.scaling.take_back()
-        self.step = self.step.ended(Outcome.FAILED, self._number())
+        self.now.step = self.now.step.ended(Outcome.FAILED, self._number())
         reissued = job.iterations.fail()
         if job.live is not None:
             job.live.step_lost()
@@ -601,13 +599,13 @@ class Steps:
 
     def drop(self) -> None:
         """Forgets the step that is under way, with its gradient."""
-        step = self.step
+        step = self.now.step
         if step.untouched:
             return
         if step.backwards or step.in_backward:
             self.gradient.parameters.clear_grads()
         self.gradient.abandon()
-        self.step = step.dropped()
+        self.now.step = step.dropped()
         self.gradient.forget()
 
     def drop_step(self) -> bool:
@@ -616,7 +614,7 @@ class Steps:
         Returns:
             Whether it could: not if other replicas already have a part of it.
         """
-        if self.step.result is not None or self.gradient.shared:
+        if self.now.step.result is not None or self.gradient.shared:
             return False
         self.drop()
         self.scaling.end()
@@ -633,10 +631,10 @@ class Steps:
 
     def end_body(self) -> None:
         """The loop body of a step is over, or that of one that was given up."""
-        self.gate.schedulers.settle(given_up=self.step.pending or self.step.failed)
+        self.gate.schedulers.settle(given_up=self.now.step.pending or self.now.step.failed)
         # Others may have made the step, and given it to this replica: it is not issued again then,
         # and what the loop does next belongs to no failed step.
-        self.step = self.step.body_over()
+        self.now.step = self.now.step.body_over()
 
     def close(self, asked_by: object) -> None:
         """Called when an iteration over a loader asks for the next step: the last one is over.
@@ -650,7 +648,7 @@ class Steps:
         Raises:
             RuntimeError: The gradient of the last step is complete, and was not used.
         """
-        step, iterations = self.step, self.job.iterations
+        step, iterations = self.now.step, self.job.iterations
         if step.complete:
             raise RuntimeError(NOT_STEPPED)
         if step.stopped:
@@ -665,7 +663,7 @@ class Steps:
             if step.pending:
                 warn(refusals.LEFT)
             self.drop()
-            self.step = self.step.passed_over(self._number())
+            self.now.step = self.now.step.passed_over(self._number())
             return
         membership = self.job.engine.membership
         warn(
@@ -684,6 +682,6 @@ class Steps:
         """
         if not (micro.training and micro.last):
             return False
-        if micro.number == self.step.ended_at or self.job.iterations.committed:
+        if micro.number == self.now.step.ended_at or self.job.iterations.committed:
             return False
-        return self.step.pending or self.job.engine.membership.num_processes > 1
+        return self.now.step.pending or self.job.engine.membership.num_processes > 1

@@ -39,6 +39,7 @@ class Driven(Steps):
         self.gradient = Gradient(
             net, norms, options or {}, engine, self.ballot, backward_begins=self._backward_begins
         )
+        self.now = self.gradient.exchange
 
     @property
     def shared(self):
