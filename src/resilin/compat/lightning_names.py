@@ -179,9 +179,6 @@ _LOADED_CHECKPOINT = LIGHTNING.name(
 _SIGNALS = LIGHTNING.name(
     f"{_PYTORCH}:Trainer._signal_connector", "handles signals between two steps", instance=True
 )
-_INTERVAL = LIGHTNING.name(
-    f"{_PYTORCH}:Trainer._val_check_time_interval", "rejects validation by time", instance=True
-)
 _HOOK = LIGHTNING.name(
     f"{_PYTORCH}.trainer.call:_call_lightning_module_hook", "asks a module for its state"
 )
@@ -226,7 +223,7 @@ def check_trainer(trainer: Trainer) -> None:
     fit_loop = trainer.fit_loop
     epoch_loop, val_loop = fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop
     for owner, names in (
-        (trainer, (_SIGNALS, _INTERVAL)),
+        (trainer, (_SIGNALS,)),
         (fit_loop, (_RESTARTING, _LOADED, _FIT_STAGE, _FETCHER)),
         (epoch_loop, (_RESTARTING, _LOADED, _RESULTS, _SHOULD_VALIDATE)),
         (val_loop, (_RESTARTING, _LOADED, _RESULTS, _EVALUATION_STAGE, _HAS_RUN)),
@@ -243,12 +240,6 @@ def resume_from(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 def release_signals(trainer: Trainer) -> None:
     """Remove the signal handlers of a Trainer."""
     _SIGNALS.of(trainer).teardown()
-
-
-def validation_interval(trainer: Trainer) -> float | None:
-    """Seconds between two validations; None if they are counted in steps or epochs."""
-    seconds: float | None = _INTERVAL.of(trainer)
-    return seconds
 
 
 def call_module_hook(trainer: Trainer, hook: str, *args: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
 
-from resilin.compat.lightning_names import results_of, validation_interval
+from resilin.compat.lightning_names import results_of
 from resilin.training.bridge.home import Home
 
 _OWN = {
@@ -88,15 +88,10 @@ def check_trainer(trainer: Trainer, model: LightningModule) -> None:
             f"automatic_optimization (False) of {type(model).__name__} must be True: with manual "
             "optimization use Fabric, or a loop of your own"
         )
-    seconds = validation_interval(trainer)
-    if seconds is not None:
-        raise ValueError(
-            f"val_check_interval ({seconds} s) must be a number of steps, or 1.0: each replica "
-            "would decide by its own clock"
-        )
     for name, (wanted, reason) in _TRAINER.items():
-        value = getattr(trainer, name)
-        steps = name == "val_check_interval" and not isinstance(value, float)
+        # A Trainer that validates by time has no `val_check_interval`.
+        value = getattr(trainer, name, "a time")
+        steps = name == "val_check_interval" and isinstance(value, int)
         # Beside it, fast_dev_run sets max_steps to the same number.
         quick = name == "limit_train_batches" and bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         if value != wanted and not (steps or quick):
