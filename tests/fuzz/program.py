@@ -496,6 +496,9 @@ def possible(case: Case) -> Case:
     if p.reader != "none" and p.scaler and p.sizes != "epoch":
         # A batch that is read early has the size of the clock as it would be without an overflow.
         fixes["sizes"], fixes["trace"] = "fixed", ()
+    if p.reader == "preloaded" and p.collate == "time":
+        # Of one sample alone its index has the shape that it had, and one number tells too little.
+        fixes["collate"] = "dict"
     if p.reader != "none" and p.break_after is not None:
         # A thread would read on; and what was read to the end of a pass is left out with it.
         fixes["reader"] = "ahead" if p.reader in ("thread", "list") else p.reader

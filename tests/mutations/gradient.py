@@ -29,6 +29,21 @@ MUTATIONS: list[Mutation] = [
         test=f"{_REFUSALS}::test_weights_of_any_size_do_not_overflow[weights0-dtype0]",
     ),
     Mutation(
+        promise="what is of the step before is not put aside for this one",
+        path="training/gradient/accumulation.py",
+        old="        if not self._unit:\n",
+        new="        if self._unit is None:\n",
+        test=f"{_REDUCER}::test_a_gradient_that_is_zeroed_after_the_call_does_not_come_back"
+        "[weights0-True-1-ddp]",
+    ),
+    Mutation(
+        promise="a parameter that only a micro-batch without weight used has a gradient for DDP",
+        path="training/gradient/accumulation.py",
+        old="                grad.zero_()\n        else:\n",
+        new="                pass\n            self._parameters.clear_grads()\n        else:\n",
+        test=f"{_REDUCER}::test_a_parameter_may_be_used_by_a_micro_batch_without_weight_alone[ddp]",
+    ),
+    Mutation(
         promise="what was put aside is added again",
         path="training/gradient/accumulation.py",
         old="parameter.grad = held[parameter].add_(grad) if parameter in held else grad",

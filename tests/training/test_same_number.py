@@ -54,7 +54,7 @@ def plain(batch_sizes):
     return net.weight.detach()
 
 
-def train(sizes, *, max_local_bsz, workers=0, **options):
+def train(sizes, *, max_local_bsz, workers=0, zero_late=False, **options):
     """One epoch in which `sizes` are set one after another, each for one step."""
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -69,14 +69,18 @@ def train(sizes, *, max_local_bsz, workers=0, **options):
     wanted, made, seen, calls, fillers = list(sizes), [], [], [], 0
     loader.set_batch_size(wanted.pop(0))
     for x, y in loader:
-        F.mse_loss(model(x), y).backward()
+        loss = F.mse_loss(model(x), y)
+        if zero_late:
+            optimizer.zero_grad()
+        loss.backward()
         count = loader.current_samples
         assert len(x) == max(count, 1)
         fillers += not count
         seen += x[:count, 0].tolist()
         before = model.clock.steps
         optimizer.step()
-        optimizer.zero_grad()
+        if not zero_late:
+            optimizer.zero_grad()
         if model.clock.steps > before:
             made.append(model.clock.samples - sum(made))
             calls.append(net.calls)
@@ -110,6 +114,11 @@ def test_replicas_meet_in_every_forward_pass(max_local_bsz, workers):
         if max_local_bsz == 1 or size < 3
     )
     assert fillers == expected
+
+
+@pytest.mark.world_size(3)
+def test_a_loop_may_zero_after_it_has_called_the_model():
+    train(SIZES, max_local_bsz=1, zero_late=True)
 
 
 @pytest.mark.world_size(3)

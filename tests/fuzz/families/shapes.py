@@ -132,6 +132,9 @@ def refusals(options: dict[str, Any]) -> tuple[str, ...]:
         return ("in turn" if how == "turns" else "unequal parts", *("undecided",) * joined)
     if shape == "filtered":
         return ("nothing left", *("fewer rows",) * (not options["weighed"]))
+    if options.get("reader") == "preloaded" and options.get("collate") == "time":
+        # Of one sample alone its index has the shape that it had, and one number tells too little.
+        return ("undecided",)
     return ("hook",) if shape == "hooked" and how == "own" else ()
 
 

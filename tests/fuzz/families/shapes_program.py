@@ -70,6 +70,8 @@ class Kit:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
+        self.changed: dict[Tensor, Tensor] = {}
+        """What parameters were before a hook has changed them."""
         get = options.get
         self.p = p = Program(
             data_seed=get("data_seed", 0),
@@ -424,6 +426,7 @@ def _hook(kit: Kit) -> None:
         parameter.grad.clamp_(-CLAMP, CLAMP)
 
     def step(parameter: Tensor) -> None:
+        kit.changed[parameter] = parameter.detach().clone()
         with torch.no_grad():
             parameter.add_(parameter.grad, alpha=-0.1)
         parameter.grad = None
@@ -618,6 +621,8 @@ def main(options: dict[str, Any]) -> None:
     try:
         run(kit)
     except (RuntimeError, ValueError):
+        for parameter, value in kit.changed.items():
+            parameter.data = value
         hooks.save(
             {"steps": kit.clock.steps, "parameters": kit.final_state()["parameters"]}, "refused"
         )

@@ -216,6 +216,59 @@ def test_two_backward_passes_of_a_micro_batch_count_by_its_weight(world, measure
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-10, atol=1e-14)
 
 
+@on_replicas(1, 2, buckets=(2, 3))
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("weights", [(0.0, 2.0), (0.0, 0.0, 3.0), (2.0, 0.0)])
+def test_a_gradient_that_is_zeroed_after_the_call_does_not_come_back(world, weights, set_to_none):
+    # The first micro-batch of a replica that has fewer than the others has no weight.
+    net, total = nn.Linear(4, 1).to(D), sum(weights)
+    gradient = gradient_of(net, Members(dist.group.WORLD if world > 1 else None))
+    start = Step(seconds=1.0)
+    gradient.begin(part(5.0, total=5.0 * world), start)
+    gradient.call(torch.full((5, 4), 100.0, dtype=D)).sum().backward()
+    gradient.end()
+    for index, weight in enumerate(weights):
+        last = index == len(weights) - 1
+        part_of = part(weight, last=last, total=world * total)
+        gradient.begin(part_of, None if index else start)
+        out = gradient.call(torch.full((5, 4), weight + 1, dtype=D)).mean()
+        if not index:
+            net.zero_grad(set_to_none=set_to_none)
+        out.backward()
+    expected = sum(w * (w + 1) for w in weights) / total
+    assert torch.allclose(net.weight.grad, torch.full((1, 4), expected, dtype=D), rtol=1e-12)
+
+
+class Sometimes(nn.Module):
+    """Uses its second layer for some inputs only."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(4, 1).to(D), nn.Linear(4, 1, bias=False).to(D)
+
+    def forward(self, x):
+        return self.always(x) + (self.sometimes(x) if x.max() > 2 else 0)
+
+
+@pytest.mark.world_size(2)
+@both_reducers
+def test_a_parameter_may_be_used_by_a_micro_batch_without_weight_alone():
+    # As on a replica that has fewer samples than others, and works on one of theirs instead.
+    net = Sometimes()
+    options = {"find_unused_parameters": True}
+    gradient = gradient_of(net, Members(dist.group.WORLD), **options)
+    for _ in range(2):
+        weights = (0.0, 1.0) if replica() else (3.0, 1.0)
+        for index, (weight, value) in enumerate(zip(weights, (3.0, 1.0), strict=True)):
+            start = None if index else Step(seconds=1.0)
+            gradient.begin(part(weight, last=bool(index), total=5.0), start)
+            gradient.call(torch.full((1, 4), value, dtype=D)).sum().backward()
+        assert torch.allclose(net.sometimes.weight.grad, torch.full((1, 4), 9 / 5, dtype=D))
+        assert torch.allclose(net.always.weight.grad, torch.full((1, 4), 11 / 5, dtype=D))
+        gradient.end()
+        net.zero_grad()
+
+
 @pytest.mark.world_size(2)
 @both_reducers
 def test_the_noise_does_not_depend_on_a_guess_of_the_weight_nor_on_an_idle_replica():

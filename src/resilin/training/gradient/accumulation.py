@@ -69,11 +69,15 @@ class Accumulation:
     def hold(self, share: float) -> None:
         """Set the gradient so far aside, so that the next one can be weighted separately."""
         self._share = share
+        if not self._unit:
+            # Nothing counts so far: what is there now is of the step before, and the loop may zero
+            # it after the model was called.
+            self.held = {}
+            return
         if not self._views:
             self.held = self._parameters.take_grads()
             return
-        # DDP expects a gradient where an earlier micro-batch had one: zeros, to which the next one
-        # is added.
+        # Zeros, to which the next one is added.
         self.held = {p: grad.clone() for p, grad in self._parameters.grads_by_parameter().items()}
         for grad in self._parameters.grads():
             grad.zero_()
@@ -89,11 +93,16 @@ class Accumulation:
         """
         if trained:
             self._unit = self.unit
-        if self.held is None:
-            return False
         held, self.held = self.held, None
+        if held is None or not (held or trained):
+            return False
         new = self._parameters.take_grads() if trained and self._share else {}
-        self._parameters.clear_grads()
+        if self._views:
+            # DDP expects a gradient where an earlier micro-batch had one.
+            for grad in self._parameters.grads():
+                grad.zero_()
+        else:
+            self._parameters.clear_grads()
         for parameter, grad in held.items():
             parameter.grad = grad
         for parameter, grad in new.items():
