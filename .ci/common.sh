@@ -4,6 +4,7 @@
 OLDEST_TORCH=torch==2.8.0
 GATE_TORCH=torch==2.13.0
 NEWEST_TORCH=torch==2.15.0
+OLDEST_DATASETS=datasets==3.6.0
 ALL_TORCH=(2.8.0 2.10.0 2.12.1 2.13.0 2.15.0)
 
 work=$(mktemp -d)

@@ -82,13 +82,18 @@ def on_a_thread(batches: Iterable[Any]) -> Iterator[Any]:
     read: queue.Queue[Any] = queue.Queue(maxsize=2)
 
     def fill() -> None:
-        for batch in batches:
-            read.put(batch)
-        read.put(None)
+        try:
+            for batch in batches:
+                read.put(batch)
+            read.put(None)
+        except BaseException as error:
+            read.put(error)
 
     thread = threading.Thread(target=fill, daemon=True)
     thread.start()
     while (batch := read.get()) is not None:
+        if isinstance(batch, BaseException):
+            raise batch
         yield batch
     thread.join()
 

@@ -23,7 +23,6 @@ import torchmetrics
 from lightning.pytorch.callbacks import (
     Checkpoint,
     EarlyStopping,
-    EMAWeightAveraging,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -187,6 +186,8 @@ class Killer(Checkpoint):
 def averaging(settings: dict[str, Any]) -> list[L.Callback]:
     kind = settings.get("average")
     if kind == "ema":
+        from lightning.pytorch.callbacks import EMAWeightAveraging  # since 2.6
+
         return [EMAWeightAveraging(decay=0.9)]
     if kind == "swa":
         return [StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2)]

@@ -6,7 +6,7 @@ from typing import Any
 
 from resilin.compat.names import Package
 
-ACCELERATE = Package("accelerate", tested=("1.15.0",))
+ACCELERATE = Package("accelerate", tested=("1.3.0", "1.15.0"))
 """Accelerate, and the names of it that resilin uses."""
 
 _SCHEDULERS = ACCELERATE.name(
@@ -33,6 +33,16 @@ def check(accelerator: Any) -> None:
     _SCHEDULERS.of(accelerator)
     _DO_SYNC.of(accelerator)
     _SET_SYNC.of(accelerator.gradient_state)
+
+
+def uses_fsdp2(accelerator: Any) -> bool:
+    """Whether it shards models by FSDP2, which Accelerate 1.6 and later can."""
+    return bool(getattr(accelerator, "is_fsdp2", False))
+
+
+def fsdp_version(accelerator: Any) -> int:
+    """Version of the FSDP that it shards models by."""
+    return int(getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1))
 
 
 def add_scheduler(accelerator: Any, scheduler: Any) -> None:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
+from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from torchmetrics import Metric
 
 from resilin.compat.names import Package
 
-LIGHTNING = Package("lightning", tested=("2.6.6",))
+LIGHTNING = Package("lightning", tested=("2.5.0", "2.6.6"))
 """Lightning, and the names of it that resilin uses."""
 TORCHMETRICS = Package("torchmetrics", tested=("1.9.0",))
 """torchmetrics, and the names of it that resilin uses."""
@@ -320,6 +322,13 @@ def process_group_of(strategy: Any) -> tuple[str, timedelta | None]:
 def ddp_arguments(strategy: Any) -> dict[str, Any]:
     """Arguments of DDP that a strategy was given."""
     return dict(_ARGUMENTS.of(strategy))
+
+
+def set_up(module: Any, optimizers: Any, scheduler: Any) -> tuple[Any, ...]:
+    """What a strategy returns to `Fabric.setup`, which knows schedulers from 2.6 on."""
+    if "scheduler" in signature(Fabric.setup).parameters:
+        return module, optimizers, scheduler
+    return module, optimizers
 
 
 def device_ids(strategy: Any) -> list[int] | None:

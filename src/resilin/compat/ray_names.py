@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from resilin.compat.names import Package
 
-RAY = Package("ray", tested=("2.60.0",))
+RAY = Package("ray", tested=("2.52.1", "2.60.0"))
 """Ray, and the names of it that resilin uses."""
 
 CONTEXT = "ray.train.v2._internal.execution.context"

@@ -10,7 +10,7 @@ from typing import Any
 
 from resilin.compat.names import Package
 
-TRANSFORMERS = Package("transformers", tested=("5.22.2",))
+TRANSFORMERS = Package("transformers", tested=("5.19.0", "5.22.2"))
 """Transformers, and the names of it that resilin uses."""
 
 _TRAINER = "transformers:Trainer"

@@ -185,7 +185,7 @@ def wrap(
         )
     handler = accelerator.ddp_handler
     ddp = {} if handler is None else handler.to_kwargs()
-    if accelerator.is_fsdp2:
+    if accelerate_names.uses_fsdp2(accelerator):
         prepared, stepped = shard(accelerator, model, optimizer)
     else:
         refuse_sharded(model, "let Accelerate shard it, with fsdp_version=2 in its FSDP plugin")
@@ -237,7 +237,7 @@ def _connect(accelerator: Any, trained: AdaptiveDataParallel) -> Patch:
         if math.isinf(max_norm):
             # The caller wants the norm alone.
             with trained.change_gradient():
-                if accelerator.is_fsdp2:
+                if accelerate_names.uses_fsdp2(accelerator):
                     return Home().clip(max_norm, norm_type)
                 return kind.clip_grad_norm_(accelerator, listed, max_norm, norm_type)
         accelerator.unscale_gradients()
@@ -270,7 +270,11 @@ def _connect(accelerator: Any, trained: AdaptiveDataParallel) -> Patch:
             "clip_grad_norm_": clip_grad_norm_,
             "clip_grad_value_": clip_grad_value_,
             "skip_first_batches": skip_first_batches,
-            **(sharded_methods(accelerator, trained) if accelerator.is_fsdp2 else {}),
+            **(
+                sharded_methods(accelerator, trained)
+                if accelerate_names.uses_fsdp2(accelerator)
+                else {}
+            ),
             accelerate_names.SYNC: lambda: update_sync(accelerator),
         },
     )

@@ -33,15 +33,15 @@ def refuse_kind(accelerator: Any) -> None:
         ValueError: The accelerator uses one of them.
     """
     kind = accelerator.distributed_type.value
-    config = accelerator.parallelism_config
+    config = getattr(accelerator, "parallelism_config", None)  # accelerate 1.10 and later have it
     if kind == "DEEPSPEED":
         raise ValueError(
             f"distributed_type ({kind}) is not supported: the engine of DeepSpeed reduces, clips "
             "and steps on its own; shard with FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
-    if kind == "FSDP" and not accelerator.is_fsdp2:
+    if kind == "FSDP" and not accelerate_names.uses_fsdp2(accelerator):
         raise ValueError(
-            f"fsdp_version ({accelerator.state.fsdp_plugin.fsdp_version}) must be 2: FSDP1 puts "
+            f"fsdp_version ({accelerate_names.fsdp_version(accelerator)}) must be 2: FSDP1 puts "
             "parameters into flat ones, whose gradients an elastic step cannot weigh"
         )
     if kind not in ("NO", "FSDP") and not kind.startswith("MULTI_"):
@@ -49,7 +49,7 @@ def refuse_kind(accelerator: Any) -> None:
             f"distributed_type ({kind}) is not supported; an elastic step needs one whole model "
             "per process, NO or MULTI_..., or one that is sharded with fsdp_version=2"
         )
-    if config is not None and not accelerator.is_fsdp2:
+    if config is not None and not accelerate_names.uses_fsdp2(accelerator):
         raise ValueError(
             f"parallelism_config ({config}) must be None, or divide a model that is sharded with "
             "fsdp_version=2: each process is a replica"

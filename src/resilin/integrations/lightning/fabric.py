@@ -60,6 +60,8 @@ class ElasticFabricStrategy(DDPStrategy):
             "stats_budget": stats_budget,
             "tokens_per_step": tokens_per_step,
         }
+        self.scheduler: Any = None
+        """The scheduler that `setup` was given; Fabric hands one on from 2.6 on only."""
         lightning_names.replace_sync_control(self, _NoControl())
 
     def setup_environment(self) -> None:
@@ -71,8 +73,10 @@ class ElasticFabricStrategy(DDPStrategy):
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
-    ) -> tuple[nn.Module, list[Optimizer], Any]:
+    ) -> Any:
         """Wrap the model, and gate its optimizer and scheduler."""
+        scheduler = self.scheduler if scheduler is None else scheduler
+        self.scheduler = None
         if len(optimizers) != 1:
             raise ValueError(
                 f"fabric.setup() got {len(optimizers)} optimizers; resilin trains with 1"
@@ -91,7 +95,7 @@ class ElasticFabricStrategy(DDPStrategy):
             **self._elastic,
             **arguments,
         )
-        return parallel, optimizers, scheduler
+        return lightning_names.set_up(parallel, optimizers, scheduler)
 
     def setup_module(self, module: nn.Module) -> NoReturn:
         """Reject a model without its optimizer."""
@@ -184,7 +188,8 @@ def setup(
             f"the loader is a {type(loader).__qualname__} and must be a "
             "resilin.AdaptiveDataLoader, whose batch_size is the global one"
         )
-    model, wrapped, *_ = fabric.setup(model, optimizer, scheduler=scheduler)
+    fabric.strategy.scheduler = scheduler
+    model, wrapped, *_ = fabric.setup(model, optimizer)
     # The method that Fabric's wrapper inherits would clear a gradient that is being accumulated.
     vars(wrapped)["zero_grad"] = optimizer.zero_grad
     return model, wrapped, PlacedLoader(loader, fabric.to_device)
