@@ -39,8 +39,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="a parameter that only a micro-batch without weight used has a gradient for DDP",
         path="training/gradient/accumulation.py",
-        old="                grad.zero_()\n        else:\n",
-        new="                pass\n            self._parameters.clear_grads()\n        else:\n",
+        old="        self._remove_grads()\n        for parameter",
+        new="        self._parameters.clear_grads()\n        for parameter",
         test=f"{_REDUCER}::test_a_parameter_may_be_used_by_a_micro_batch_without_weight_alone[ddp]",
     ),
     Mutation(

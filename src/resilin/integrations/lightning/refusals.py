@@ -89,9 +89,10 @@ def check_trainer(trainer: Trainer, model: LightningModule) -> None:
             "optimization use Fabric, or a loop of your own"
         )
     for name, (wanted, reason) in _TRAINER.items():
-        # A Trainer that validates by time has no `val_check_interval`.
-        value = getattr(trainer, name, "a time")
-        steps = name == "val_check_interval" and isinstance(value, int)
+        by_interval = name == "val_check_interval"
+        # A Trainer that validates by time has none.
+        value = getattr(trainer, name, "a time") if by_interval else getattr(trainer, name)
+        steps = by_interval and isinstance(value, int)
         # Beside it, fast_dev_run sets max_steps to the same number.
         quick = name == "limit_train_batches" and bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         if value != wanted and not (steps or quick):

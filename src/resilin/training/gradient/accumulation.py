@@ -74,11 +74,15 @@ class Accumulation:
             # it after the model was called.
             self.held = {}
             return
+        grads = self._parameters.grads_by_parameter()
+        self.held = {p: grad.clone() for p, grad in grads.items()} if self._views else grads
+        self._remove_grads()
+
+    def _remove_grads(self) -> None:
         if not self._views:
-            self.held = self._parameters.take_grads()
+            self._parameters.clear_grads()
             return
-        # Zeros, to which the next one is added.
-        self.held = {p: grad.clone() for p, grad in self._parameters.grads_by_parameter().items()}
+        # DDP expects a gradient where an earlier micro-batch had one: zeros.
         for grad in self._parameters.grads():
             grad.zero_()
 
@@ -97,12 +101,7 @@ class Accumulation:
         if held is None or not (held or trained):
             return False
         new = self._parameters.take_grads() if trained and self._share else {}
-        if self._views:
-            # DDP expects a gradient where an earlier micro-batch had one.
-            for grad in self._parameters.grads():
-                grad.zero_()
-        else:
-            self._parameters.clear_grads()
+        self._remove_grads()
         for parameter, grad in held.items():
             parameter.grad = grad
         for parameter, grad in new.items():
