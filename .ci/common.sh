@@ -5,8 +5,6 @@ OLDEST_TORCH=torch==2.8.0
 GATE_TORCH=torch==2.13.0
 NEWEST_TORCH=torch==2.15.0
 ALL_TORCH=(2.8.0 2.10.0 2.12.1 2.13.0 2.15.0)
-# No extra names it: whoever has datasets has it already.
-OLDEST_DATASETS=datasets==3.6.0
 
 work=$(mktemp -d)
 beside=()  # process groups that run beside this script, by their leaders

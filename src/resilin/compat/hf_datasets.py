@@ -12,7 +12,7 @@ from typing import Any
 
 from resilin.compat.names import Package
 
-DATASETS = Package("datasets", tested=("3.6.0", "5.2.0"))
+DATASETS = Package("datasets", tested=("5.2.0",))
 """Hugging Face datasets, and the names of it that resilin uses."""
 
 _DATASET = "datasets:IterableDataset"
