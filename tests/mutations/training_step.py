@@ -140,10 +140,10 @@ MUTATIONS: list[Mutation] = [
         test="tests/training/test_lifecycle.py::test_a_failed_step_moves_nothing",
     ),
     Mutation(
-        promise="a failed step gives the noise back that it took in",
-        path="training/step.py",
-        old="        self.scaling.take_back()\n",
-        new="        self.scaling.end()\n",
+        promise="a failed step leaves what is known of the noise as it was",
+        path="training/scaling/factors.py",
+        old="        averages = self.estimates.averages.after(",
+        new="        averages = self.estimates.averages = self.estimates.averages.after(",
         test="tests/training/test_lifecycle.py::"
         "test_a_failed_step_is_issued_again_and_the_run_is_the_one_without_it",
     ),
@@ -497,9 +497,10 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="who looks at the noise does not take it in",
         path="training/scaling/estimates.py",
-        old="        return self._noise(self._averages.take_in(self._unread))",
-        new="        self.take_in()\n        return self.group_noise",
-        test="tests/training/scaling/test_estimates.py::test_a_step_is_taken_in_by_the_next_one",
+        old="        return self.noise_in(self.averages.read())",
+        new="        self.averages = self.averages.read()\n        return self.group_noise",
+        test="tests/training/scaling/test_estimates.py::"
+        "test_a_step_is_read_by_the_next_one_and_the_first_one_at_once",
     ),
     Mutation(
         promise="the loss scale does not reach the noise",
@@ -520,8 +521,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="samples of steps that were not measured are counted",
         path="training/scaling/estimates.py",
-        old="self._averages = Averages(groups, unmeasured + weight)",
-        new="self._averages = Averages(groups, weight)",
+        old="return Averages(groups, unmeasured + weight)",
+        new="return Averages(groups, weight)",
         test="tests/training/scaling/test_estimates.py::"
         "test_what_was_not_taken_in_yet_survives_in_the_state",
     ),
@@ -557,8 +558,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="clipping follows the gain of its own step",
         path="training/parallel.py",
-        old="        self._steps.prepare()\n        threshold",
-        new="        threshold",
+        old="        gain = self._steps.prepare().scaled.gain\n",
+        new="        gain = self.gain\n",
         test="tests/training/test_parallel.py::test_clip_grad_norm_waits_and_follows_its_policy",
     ),
     Mutation(

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -222,6 +223,30 @@ def test_a_script_that_has_trained_nothing_saves_nothing_at_its_end(tmp_path, mo
         job[0](x)
     end_script(monkeypatch)
     assert saved(tmp_path) == []
+
+
+CHAINED = """
+import itertools, torch, resilin
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+model = resilin.AdaptiveDataParallel(net, optimizer)
+data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+loader = resilin.AdaptiveDataLoader(data, batch_size=2)
+batches = itertools.chain(loader, loader)
+for (x,) in batches:
+    model(x).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if model.clock.steps == 2:
+        break
+"""
+
+
+def test_a_generator_that_is_still_open_when_the_script_ends_says_nothing(tmp_path):
+    # A new interpreter: what is looked at is how it ends.
+    command = [sys.executable, "-c", CHAINED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_child_that_a_script_forks_saves_nothing_at_its_end(tmp_path):

@@ -352,7 +352,8 @@ def test_clip_grad_norm_waits_and_follows_its_policy():
     assert [norm is None for norm in norms[:8]] == [True, True, True, False] * 2
 
 
-def test_an_overflow_is_skipped_and_not_counted():
+@pytest.mark.parametrize("clips", [False, True])
+def test_an_overflow_is_skipped_and_not_counted(clips):
     plain = net()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -362,6 +363,9 @@ def test_an_overflow_is_skipped_and_not_counted():
     for step, (x, y) in enumerate(loader):
         loss = F.cross_entropy(model(x), y) * (float("inf") if step == 1 else 1.0)
         scaler.scale(loss).backward()
+        if clips:
+            scaler.unscale_(optimizer)
+            model.clip_grad_norm_(1e6)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -370,7 +374,8 @@ def test_an_overflow_is_skipped_and_not_counted():
             assert (model.clock.steps, scaler.get_scale()) == (0, 4.0)
             assert model.noise is None
             # It was measured, and there is nothing to learn from it.
-            assert model._scaling.estimates.schedule.state_dict()["measured"] == 0
+            known = model._scaling.estimates.state_dict()
+            assert (known["schedule"]["measured"], known["unmeasured"]) == (0, 0)
     assert model.clock.steps >= 3
     assert model.noise is not None
 

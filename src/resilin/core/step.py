@@ -109,8 +109,7 @@ class Head(NamedTuple):
     """Hash of the names of those who vote, and of how many numbers each has."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """The step under way on this replica, or the one to come."""
 
     steps: int = 0
@@ -141,6 +140,8 @@ class Step:
     """Whether it has other trained parameters than in the step before."""
     result: Reduced | None = None
     """Outcome of its reduction, once its gradient is complete."""
+    prepared: Any = None
+    """What it does to the optimizer, once that was asked for."""
     before: Outcome | None = None
     """How the step before has ended; None once the loop has asked for what follows it."""
     ended_at: int | None = None
@@ -257,16 +258,16 @@ class Step:
 
     def changed(self) -> Step:
         """This replica trains other parameters than in the step before, and has no gradient."""
-        return replace(self, changes=True)
+        return self._replace(changes=True)
 
     def with_part(self, part: Part) -> Step:
         """It takes the next micro-batch."""
-        return replace(self, part=part, trained=False, waited=False)
+        return self._replace(part=part, trained=False, waited=False)
 
     def reweighed(self, weight: float) -> Step:
         """It corrects the weight of the micro-batch at hand, where each sample weighs 1."""
         assert self.part is not None
-        return replace(self, part=replace(self.part, weight=weight, samples=round(weight)))
+        return self._replace(part=replace(self.part, weight=weight, samples=round(weight)))
 
     def reached(self, weight: float) -> Step:
         """It counts the micro-batch at hand, whose backward pass has begun.
@@ -286,8 +287,7 @@ class Step:
             return self
         step = self.reweighed(weight) if weight > self.part.weight else self
         assert step.part is not None
-        return replace(
-            step,
+        return step._replace(
             trained=True,
             weight=step.weight + step.part.weight,
             samples=step.samples + step.part.samples,
@@ -295,11 +295,11 @@ class Step:
 
     def backward_under_way(self) -> Step:
         """A backward pass has begun."""
-        return replace(self, in_backward=True)
+        return self._replace(in_backward=True)
 
     def without_backward(self) -> Step:
         """No backward pass is under way any more."""
-        return replace(self, in_backward=False)
+        return self._replace(in_backward=False)
 
     def backward_over(self) -> Step:
         """A backward pass has ended.
@@ -309,15 +309,15 @@ class Step:
         """
         if self.part is None:
             raise RuntimeError(STALE)
-        return replace(self, backwards=self.backwards + 1, fresh=True)
+        return self._replace(backwards=self.backwards + 1, fresh=True)
 
     def taken_in(self) -> Step:
         """The gradient of the micro-batch at hand was added to the others."""
-        return replace(self, fresh=False)
+        return self._replace(fresh=False)
 
     def asked(self) -> Step:
         """`optimizer.step()` was called: it waits until the gradient is complete."""
-        return replace(self, waited=not self.complete)
+        return self._replace(waited=not self.complete)
 
     def check_reduced_once(self) -> None:
         """Refuses a second backward pass after the reduction.
@@ -328,13 +328,17 @@ class Step:
         if self.result is not None and self.backwards > 1 and self.part and self.part.last:
             raise RuntimeError(SECOND)
 
+    def with_factors(self, prepared: Any) -> Step:
+        """Its gain and factors are known."""
+        return self._replace(prepared=prepared)
+
     def leaving(self) -> Step:
         """This replica leaves it without its last backward pass: no replica makes it."""
-        return replace(self, skips=True, result=SKIPPED)
+        return self._replace(skips=True, result=SKIPPED)
 
     def reduced(self, result: Reduced) -> Step:
         """All replicas have said their part."""
-        return replace(self, result=result, backwards=1)
+        return self._replace(result=result, backwards=1)
 
     def ended(self, outcome: Outcome, number: int | None) -> Step:
         """The step after it, of which nothing has begun.
@@ -351,11 +355,11 @@ class Step:
 
     def body_over(self) -> Step:
         """The loop is not in the body of a failed step any more."""
-        return replace(self, before=None) if self.failed else self
+        return self._replace(before=None) if self.failed else self
 
     def passed_over(self, number: int | None) -> Step:
         """The loop asks for what follows this micro-batch, of which nothing is left to do."""
-        return replace(self, before=None, ended_at=number)
+        return self._replace(before=None, ended_at=number)
 
 
 def check(own: Head, sums: Head, replicas: int) -> None:

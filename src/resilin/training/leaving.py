@@ -79,7 +79,14 @@ def save_at_end() -> None:
 
 
 def _at_end() -> None:
-    job, error = current_job(), getattr(sys, "last_value", None)
+    job = current_job()
+    _save_at_end(job)
+    # What is still open is closed by the interpreter, when modules are gone.
+    job.iterations.end_all()
+
+
+def _save_at_end(job: Job) -> None:
+    error = getattr(sys, "last_value", None)
     failed = error is not None and not isinstance(error, KeyboardInterrupt)
     if os.getpid() != _registered[-1] or failed or job.engine.stop.insisted:
         return

@@ -424,10 +424,9 @@ class AdaptiveDataParallel(nn.Module):
             raise RuntimeError("clip_grad_norm_() came before the backward pass of the step")
         if self._steps.step_waits():
             return None
-        self._steps.prepare()
-        threshold = clip_threshold(max_norm, self.gain, policy)
+        gain = self._steps.prepare().scaled.gain
         with self.change_gradient():
-            return self._steps.clip(threshold, norm_type)
+            return self._steps.gradient.clip(clip_threshold(max_norm, gain, policy), norm_type)
 
 
 def _refuse_group(present: int, group: dict[str, Any]) -> None:

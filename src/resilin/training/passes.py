@@ -129,7 +129,7 @@ class Passes:
             complete = True
         finally:
             # Where the loop has read ahead, the last steps of the pass are still to come.
-            if not current.reading.over:
+            if not (current.reading.over or current.closed):
                 if not complete:
                     if training and current.made and self.is_over(current, current.position):
                         # It was left in the body of its last step.

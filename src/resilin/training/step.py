@@ -14,7 +14,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from resilin.compat.torch_names import after_backward
@@ -36,7 +36,7 @@ from resilin.training.gradient.sharding import Sharding
 from resilin.training.job import Job
 from resilin.training.records import MicroBatch, StepSizes
 from resilin.training.report.recorder import Recorder
-from resilin.training.scaling.factors import StepScaling
+from resilin.training.scaling.factors import Prepared, StepScaling
 from resilin.training.start import start
 from resilin.training.state.divergence import DivergenceCheck
 from resilin.training.state.recovery import Recovery
@@ -458,24 +458,19 @@ class Steps:
             self.leave_step()
         return self.now.step.pending
 
-    def prepare(self) -> Reduced:
+    def prepare(self) -> Prepared:
         """Turns the complete gradient into gain and factors, once per step."""
-        if self.scaling.prepared is not None:
-            return self.scaling.prepared
-        reduced, measured = self._reduce(), self.now.step.measure
-        scaler = self.scaler if measured else None
-        self.scaling.prepare(
-            reduced,
-            self.job.iterations.micro_batch,
-            measured=measured,
-            gradient_scale=None if scaler is None else scaler.scale(),
-        )
-        return reduced
-
-    def clip(self, max_norm: float, norm_type: float) -> Tensor:
-        """Clips the complete gradient; returns the norm before. Collective if it is sharded."""
-        self.prepare()
-        return self.gradient.clip(max_norm, norm_type)
+        reduced, step = self._reduce(), self.now.step
+        if step.prepared is None:
+            scaler = self.scaler if step.measure else None
+            prepared = self.scaling.prepare(
+                reduced,
+                self.job.iterations.micro_batch,
+                gradient_scale=None if scaler is None else scaler.scale(),
+            )
+            self.now.step = step = step.with_factors(prepared)
+        assert isinstance(step.prepared, Prepared)
+        return step.prepared
 
     def make_step(self, own: Callable[[], Any]) -> Any:
         """Makes a step whose gradient is complete; called by `optimizer.step`.
@@ -492,13 +487,13 @@ class Steps:
         job = self.job
         self._require_own_weights()
         job.iterations.check_unused(told=self.scaling.reference.is_told)
-        self.prepare()
+        prepared = self.prepare()
         if not job.engine.all_committed():
             self.commit(Outcome.FAILED)
             return None
         self._check.check(self._ballot.said_to(self._check))
         try:
-            with applied(self.optimizer, self.scaling.last.factors):
+            with applied(self.optimizer, prepared.scaled.factors):
                 result = own()
         except BaseException:
             job.torn = True
@@ -535,7 +530,9 @@ class Steps:
 
     def _committed(self) -> None:
         job, timeline, reference = self.job, self.job.timeline, self.scaling.reference
-        reduced, scaled, measured = self.prepare(), self.scaling.last, self.now.step.measure
+        prepared, measured = self.now.step.prepared, self.now.step.measure
+        assert isinstance(prepared, Prepared)
+        reduced, scaled = prepared.reduced, prepared.scaled
         due = 0.0 if self.scheduler is None else reference.read(self.scheduler.clock)
         before, plan, micro = timeline.clock, job.iterations.plan, job.iterations.micro_batch
         samples = reduced.samples
@@ -546,6 +543,7 @@ class Steps:
             tokens=reduced.weight,
             sample_steps=None if micro is None else micro.sample_steps * (samples / micro.samples),
         )
+        self.scaling.made(prepared, measured=measured)
         timeline.last_step = StepSizes(samples, 1 if plan is None else plan.steps)
         for average in self.averages:
             average.follow(before, timeline.clock, reference.of_clock())
@@ -566,7 +564,6 @@ class Steps:
         self.scaling.estimates.schedule.committed(measured=measured)
         self._ballot.count()
         self._end(outcome, self._number())
-        self.scaling.end()
 
     def _end(self, outcome: Outcome, number: int | None) -> None:
         """Ends the gradient of a step; `.grad` is the loop's to zero."""
@@ -581,7 +578,6 @@ class Steps:
         """Discards a step, as if it had not begun; none of its votes counts."""
         job = self.job
         self.drop()
-        self.scaling.take_back()
         self.now.step = self.now.step.ended(Outcome.FAILED, self._number())
         reissued = job.iterations.fail()
         if job.live is not None:
@@ -617,7 +613,6 @@ class Steps:
         if self.now.step.result is not None or self.gradient.shared:
             return False
         self.drop()
-        self.scaling.end()
         return True
 
     def let_go(self) -> None:

@@ -139,7 +139,8 @@ class Home:
         """
         trained = self.job.trained
         assert trained is not None
-        return trained.clip(max_norm, norm_type)
+        trained.prepare()  # refuses a gradient that is not complete
+        return trained.gradient.clip(max_norm, norm_type)
 
     def set_epoch(self, epoch: int) -> None:
         """Says how many epochs are done, without anything that is due between two epochs."""

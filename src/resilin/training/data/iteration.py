@@ -460,6 +460,13 @@ class Iterations:
         iteration.steps, iteration.batch = iter(()), None
         iteration.drop_ahead()
 
+    def end_all(self) -> None:
+        """Closes all iterations: nobody asks for a batch any more."""
+        while self.current is not None:
+            self.end(self.current)
+        for each in list(self.training):
+            self.end(each)
+
     def close(self) -> None:
         """Ends the workers of all loaders: the job is over."""
         for fetcher in list(self.fetchers):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
@@ -35,44 +33,33 @@ class _Sample(threading.local):
 _current = _Sample()
 
 
-@contextmanager
-def fetching(key: int, *, many: bool = False) -> Iterator[None]:
-    """Surrounds the fetch of the sample with this key.
+class Reading:
+    """Surrounds the reading of samples, one after another.
 
     Args:
-        key: The seed of the sample, from `SampleStream.keys`.
-        many: Whether several samples are fetched, and this is the key of the first.
+        many: The seed of the first one, where they are read at once and none is the current one.
     """
-    before = (_current.key, _current.many, _current.torch, _current.numpy)
-    _current.key, _current.many, _current.torch, _current.numpy = key, many, None, None
-    try:
-        yield
-    finally:
-        _current.key, _current.many, _current.torch, _current.numpy = before
 
-
-class Reading:
-    """Surrounds the reading of samples from shards, one after another.
-
-    A seed is computed where it is asked for: most samples draw nothing.
-    """
+    def __init__(self, many: int | None = None) -> None:
+        self._many = many
 
     def __enter__(self) -> Reading:
         self._before = (_current.key, _current.many, _current.torch, _current.numpy)
-        _current.many = False
+        _current.many = self._many is not None
+        self.begin(self._many)
         return self
 
     def __exit__(self, *error: object) -> None:
         _current.key, _current.many, _current.torch, _current.numpy = self._before
 
-    def begin(self, shard_key: int, index: int) -> None:
+    def begin(self, key: int | tuple[int, int] | None) -> None:
         """The next sample is read.
 
         Args:
-            shard_key: The seed of its shard, from `ShardOrder.key`.
-            index: Its number in the shard.
+            key: Its seed, from `SampleStream.keys`; or that of its shard and its number there, from
+                which its seed is computed where it is asked for: most samples draw nothing.
         """
-        _current.key, _current.torch, _current.numpy = (shard_key, index), None, None
+        _current.key, _current.torch, _current.numpy = key, None, None
 
 
 def seed_globals(key: int) -> None:

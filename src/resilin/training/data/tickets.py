@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset, get_worker_in
 
 from resilin.core.stream import SampleStream
 from resilin.training.data.left_out import collated
-from resilin.training.data.sampling import fetching, seed_globals
+from resilin.training.data.sampling import Reading, seed_globals
 
 T = TypeVar("T")
 
@@ -110,16 +110,23 @@ class TicketDataset(Dataset[tuple[Ticket, Any, int | None]]):
         if not ticket.num:
             return ticket, None, None
         indices: list[int] = self.stream.indices(ticket.positions).tolist()
+        keys: list[int] = self.stream.keys(ticket.positions).tolist()
+        # In the training process the global generators are the user's, as in any PyTorch loop.
         in_worker = get_worker_info() is not None
         if _fetches_many(self._dataset):
             # What it draws depends on how the step is split; the sample is not known here.
-            key = int(self.stream.keys(ticket.positions[:1])[0])
-            samples = _fetch(self._dataset.__getitems__, indices, key, in_worker, many=True)
+            if in_worker:
+                seed_globals(keys[0])
+            with Reading(many=keys[0]):
+                samples = self._dataset.__getitems__(indices)
         else:
-            keys: list[int] = self.stream.keys(ticket.positions).tolist()
-            item = self._dataset.__getitem__
-            pairs = zip(indices, keys, strict=True)
-            samples = [_fetch(item, index, key, in_worker) for index, key in pairs]
+            item, samples = self._dataset.__getitem__, []
+            with Reading() as reading:
+                for index, key in zip(indices, keys, strict=True):
+                    if in_worker:
+                        seed_globals(key)
+                    reading.begin(key)
+                    samples.append(item(index))
         return ticket, *collated(self._collate, samples, indices)
 
 
@@ -128,19 +135,6 @@ def _fetches_many(dataset: Any) -> bool:
     if type(dataset) is Subset:
         return _fetches_many(dataset.dataset)
     return callable(getattr(dataset, "__getitems__", None))
-
-
-def _fetch(
-    get: Callable[[Any], Any], which: Any, key: int, in_worker: bool, *, many: bool = False
-) -> Any:
-    """Fetches one sample, or several, with random numbers that depend on their positions alone.
-
-    In the training process the global generators are the user's, as in any PyTorch loop.
-    """
-    if in_worker:
-        seed_globals(key)
-    with fetching(key, many=many):
-        return get(which)
 
 
 class WorkerInit:

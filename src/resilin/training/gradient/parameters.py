@@ -119,7 +119,7 @@ class Parameters:
 
     def grads(self) -> list[Tensor]:
         """The gradients that trained parameters have; of sharded ones, the part of this process."""
-        return self.local(grad for grad in map(_GRAD, self.trained) if grad is not None)
+        return self.local([grad for grad in map(_GRAD, self.trained) if grad is not None])
 
     def local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """These gradients or parameters, and of sharded ones the part of this process."""

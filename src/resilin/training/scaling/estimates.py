@@ -123,33 +123,58 @@ class Averages(NamedTuple):
     """One for each parameter group; None before the first measurement."""
     unmeasured: float = 0.0
     """Weight of the batches since then."""
+    unread: Unread | None = None
+    """The last step, if it was measured and is not in the averages yet."""
 
-    def take_in(self, unread: Unread) -> Averages:
-        """The averages with one more step."""
+    def read(self) -> Averages:
+        """The averages with the last step in them. Waits for the device if that was measured."""
+        groups, unmeasured, unread = self
+        if unread is None:
+            return self
         samples = unread.samples()
         if samples is None:
-            return Averages(self.groups, self.unmeasured + unread.elapsed)
-        groups = self.groups or (NoiseAverage(horizon=unread.horizon),) * len(samples)
+            return Averages(groups, unmeasured + unread.elapsed)
+        groups = groups or (NoiseAverage(horizon=unread.horizon),) * len(samples)
         updated = tuple(
             average.update(sample, elapsed=unread.elapsed)
             for average, sample in zip(groups, samples, strict=True)
         )
-        return Averages(updated, self.unmeasured)
+        return Averages(updated, unmeasured)
 
+    def after(
+        self,
+        noise: Measured | None,
+        *,
+        weight: float,
+        gradient_scale: Fetched | None,
+        reference: float,
+        total_steps: float | None,
+    ) -> Averages:
+        """The averages after one more step; what it has measured is read in the next one.
 
-class Mark(NamedTuple):
-    """The estimates at one moment."""
+        The first measurement of a job is worth a wait: there is nothing else to go by.
 
-    averages: Averages
-    unread: Unread | None
-    interval: int
+        Args:
+            noise: Noise per group; None if the step was not measured.
+            weight: Weight of the step's batch.
+            gradient_scale: What gradients were multiplied by, as by a GradScaler; None for 1.
+            reference: The reference batch in the units of the weight.
+            total_steps: Length of the run in reference steps, if known.
+        """
+        groups, unmeasured, _ = self.read()
+        if noise is None:
+            return Averages(groups, unmeasured + weight)
+        horizon = default_horizon(reference, total_steps)
+        unread = Unread(noise, gradient_scale, unmeasured + weight, horizon)
+        made = Averages(groups, unread=unread)
+        return made.read() if groups is None else made
 
 
 class NoiseEstimates:
     """Averages of the measured noise, and the schedule by which it is measured.
 
-    What a step has measured is taken in by the next one, on all replicas alike: only then nobody
-    has to wait for the device. The first measurement of all counts at once.
+    What a step has measured is read in the next one, on all replicas alike: only then nobody has to
+    wait for the device. The first measurement of all counts at once.
 
     Args:
         num_groups: Parameter groups of the optimizer.
@@ -162,8 +187,8 @@ class NoiseEstimates:
         """Selects the steps that are measured."""
         self._adaptive = adaptive
         self._num_groups = num_groups
-        self._averages = Averages()
-        self._unread: Unread | None = None
+        self.averages = Averages()
+        """What is known after the last step that was made."""
 
     def due(self, *, autoscaled: bool, split_at: float | None = None) -> bool:
         """Whether the next step is to be measured.
@@ -181,82 +206,30 @@ class NoiseEstimates:
         return wanted and self.schedule.due()
 
     @property
-    def known(self) -> bool:
-        """Whether there is an estimate of the noise."""
-        return self._averages.groups is not None
-
-    @property
     def group_noise(self) -> list[Noise | None]:
         """Noise of each parameter group's gradient before the last step; None until measured."""
-        return self._noise(self._averages)
-
-    @property
-    def averages(self) -> tuple[NoiseAverage, ...]:
-        """Averages of the noise of each parameter group; empty until it was measured."""
-        return self._averages.groups or ()
+        return self.noise_in(self.averages)
 
     def newest(self) -> list[Noise | None]:
         """The same with the last step in it. Waits for the device if that was measured."""
-        if self._unread is None:
-            return self.group_noise
-        return self._noise(self._averages.take_in(self._unread))
+        return self.noise_in(self.averages.read())
 
-    def _noise(self, averages: Averages) -> list[Noise | None]:
+    def noise_in(self, averages: Averages) -> list[Noise | None]:
+        """Noise of each parameter group's gradient in these averages; None until measured."""
         if averages.groups is None:
             return [None] * self._num_groups
         return [average.noise for average in averages.groups]
 
-    def take_in(self) -> None:
-        """Takes in what the step before has measured, if it has."""
-        if self._unread is not None:
-            self._averages = self._averages.take_in(self._unread)
-            self._unread = None
-
-    def expect(
-        self,
-        noise: Measured | None,
-        *,
-        weight: float,
-        gradient_scale: Fetched | None,
-        reference: float,
-        total_steps: float | None,
-    ) -> None:
-        """Keeps what this step has measured, for the next one to take in.
-
-        Args:
-            noise: Noise per group; None if the step was not measured.
-            weight: Weight of the step's batch.
-            gradient_scale: What gradients were multiplied by, as by a GradScaler; None for 1.
-            reference: The reference batch in the units of the weight.
-            total_steps: Length of the run in reference steps, if known.
-        """
-        assert self._unread is None
-        groups, unmeasured = self._averages
-        if noise is None:
-            self._averages = Averages(groups, unmeasured + weight)
-            return
-        self._averages = Averages(groups)
-        horizon = default_horizon(reference, total_steps)
-        self._unread = Unread(noise, gradient_scale, unmeasured + weight, horizon)
-
-    def mark(self) -> Mark:
-        """The present averages and interval, to go back to."""
-        return Mark(self._averages, self._unread, self.schedule.interval)
-
-    def go_back(self, mark: Mark) -> None:
-        """Forgets what was taken in since this mark."""
-        self._averages, self._unread, self.schedule.interval = mark
-
     def state_dict(self) -> dict[str, Any]:
         """Averages, the last measurement and schedule, for checkpoints. Waits for the device."""
-        groups, unmeasured = self._averages
+        groups, unmeasured, last = self.averages
         unread = None
-        if self._unread is not None:
-            samples = self._unread.samples()
+        if last is not None:
+            samples = last.samples()
             unread = {
                 "samples": None if samples is None else [asdict(s) for s in samples],
-                "elapsed": self._unread.elapsed,
-                "horizon": self._unread.horizon,
+                "elapsed": last.elapsed,
+                "horizon": last.horizon,
             }
         return {
             "averages": None if groups is None else [a.state() for a in groups],
@@ -279,12 +252,13 @@ class NoiseEstimates:
                     f"the saved noise has {len(saved)} parameter groups, the optimizer has "
                     f"{self._num_groups}"
                 )
-        self._averages = Averages(
-            None if averages is None else tuple(NoiseAverage.from_state(a) for a in averages),
-            float(state["unmeasured"]),
-        )
-        self._unread = None
+        last = None
         if unread is not None:
             known = None if samples is None else tuple(NoiseSample(**s) for s in samples)
-            self._unread = Unread(Known(known), None, unread["elapsed"], unread["horizon"])
+            last = Unread(Known(known), None, unread["elapsed"], unread["horizon"])
+        self.averages = Averages(
+            None if averages is None else tuple(NoiseAverage.from_state(a) for a in averages),
+            float(state["unmeasured"]),
+            last,
+        )
         self.schedule.load_state_dict(state["schedule"])

@@ -1,8 +1,8 @@
 """`StepScaling`: changes to the optimizer for the batch size of a step.
 
 The noise of the gradient and the scale of the step give its gain; the scaling rule turns both into
-factors for the optimizer. They are made once per step, from its complete gradient, and taken back
-if the step fails.
+factors for the optimizer. They are a value, made once per step from its complete gradient; only a
+step that is made changes what is known of the noise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from resilin.core.step import Reduced
 from resilin.engine.devices import Fetched
 from resilin.training.records import MicroBatch
 from resilin.training.scaling.choice import compare_settings, compare_with_saved, settings_of
-from resilin.training.scaling.estimates import NoiseEstimates
+from resilin.training.scaling.estimates import Averages, NoiseEstimates
 from resilin.training.scaling.reference import ReferenceBatch
 from resilin.training.timeline import Timeline
 
@@ -34,6 +34,18 @@ class Scaled:
     """Worth of the step in reference steps."""
     factors: tuple[Factors, ...] = ()
     """Factors of the rule for each parameter group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a step that is to be made needs of its complete gradient."""
+
+    reduced: Reduced
+    """Result of the reduction."""
+    scaled: Scaled
+    """Scale, gain and factors."""
+    averages: Averages
+    """What is known of the noise after it."""
 
 
 class StepScaling:
@@ -59,11 +71,8 @@ class StepScaling:
         self.estimates = estimates
         self.reference = reference
         self.last = Scaled(factors=(Factors(),) * len(optimizer.param_groups))
-        """The step that is being made, or else the last one."""
+        """The last step that was made."""
         self._timeline = timeline
-        self.prepared: Reduced | None = None
-        """The gradient that `last` was made from; None once its step is over."""
-        self._before = self.last, estimates.mark()
         self._settings = settings_of(optimizer)
 
     # Measurements --------------------------------------------------------------------------
@@ -109,61 +118,49 @@ class StepScaling:
         reduced: Reduced,
         micro: MicroBatch | None,
         *,
-        measured: bool,
         gradient_scale: Fetched | None,
-    ) -> None:
-        """Turns a complete gradient into gain and factors; once per step.
+    ) -> Prepared:
+        """Turns a complete gradient into gain and factors. Nothing is changed.
 
         Args:
             reduced: The result of the reduction.
             micro: The last micro-batch of the step; None if it came from another loader.
-            measured: Whether the noise was measured in it.
             gradient_scale: Factor on all gradients, such as that of a GradScaler; None for 1.
         """
-        self.prepared = reduced
-        self._before = self.last, self.estimates.mark()
         samples = reduced.samples
         scale = samples / self.reference.weight(1.0)
         if micro is not None:
             # Less where the loop has left micro-batches out.
             scale = micro.scale * (samples / micro.samples)
         reference = self.reference.weight(reduced.weight / samples)
-        self.estimates.take_in()
-        self.estimates.expect(
+        averages = self.estimates.averages.after(
             reduced.noise,
             weight=reduced.weight,
             gradient_scale=gradient_scale,
             reference=reference,
             total_steps=self._timeline.total_steps,
         )
-        if not self.estimates.known:
-            # The first measurement of a job is worth a wait: there is nothing else to go by.
-            self.estimates.take_in()
-        noise = self.group_noise
-        self.last = Scaled(
-            scale=scale,
-            gain=gain(total_noise(noise), scale * reference, reference),
-            factors=group_factors(
-                self.rule,
-                batch_size=scale * reference,
-                reference=reference,
-                noise=noise,
-                elapsed=self.reference.read(self.rule.clock),
-            ),
+        noise = self.estimates.noise_in(averages)
+        factors = group_factors(
+            self.rule,
+            batch_size=scale * reference,
+            reference=reference,
+            noise=noise,
+            elapsed=self.reference.read(self.rule.clock),
         )
+        worth = gain(total_noise(noise), scale * reference, reference)
+        return Prepared(reduced, Scaled(scale, worth, factors), averages)
+
+    def made(self, prepared: Prepared, *, measured: bool) -> None:
+        """Takes over what is known after a step that was made.
+
+        Args:
+            prepared: What it was made with.
+            measured: Whether the noise was measured in it.
+        """
+        self.last, self.estimates.averages = prepared.scaled, prepared.averages
         if measured:
-            self.estimates.schedule.observe(reduced.cost)
-
-    def end(self) -> None:
-        """End the step: the next one is prepared again."""
-        self.prepared = None
-
-    def take_back(self) -> None:
-        """Undo `prepare` for a step that failed."""
-        if self.prepared is not None:
-            self.last, mark = self._before
-            self.estimates.go_back(mark)
-        self.prepared = None
+            self.estimates.schedule.observe(prepared.reduced.cost)
 
     # State ---------------------------------------------------------------------------------
 

@@ -62,6 +62,8 @@ class ReferenceBatch:
     def of_clock(self) -> Reference:
         """The reference run, as clocks need it."""
         known = self._timeline.reference or Reference(round(self.weight(1.0)))
+        if known.tokens_per_step == self.tokens_per_step:
+            return known
         return replace(known, tokens_per_step=self.tokens_per_step)
 
     def read(self, clock: ClockName) -> float:

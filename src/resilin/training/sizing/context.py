@@ -27,7 +27,7 @@ def lower_noise_scale(job: Job, confidence: float) -> float | None:
     if job.trained is None:
         return None
     scaling = job.trained.scaling
-    phi = lower_phi(scaling.estimates.averages, confidence)
+    phi = lower_phi(scaling.estimates.averages.groups or (), confidence)
     return None if phi is None else phi / scaling.reference.per_sample()
 
 

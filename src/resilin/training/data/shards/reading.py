@@ -180,7 +180,7 @@ class ShardReader:
 
     def _next(self, opened: _Opened) -> tuple[bool, Any]:
         """Whether there is another sample, and that sample."""
-        self._reading.begin(opened.key, opened.place)
+        self._reading.begin((opened.key, opened.place))
         if self._seeds:
             seed_globals(sample_key(opened.key, opened.place))
         try:
