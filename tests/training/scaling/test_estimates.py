@@ -70,10 +70,10 @@ def test_a_step_is_read_by_the_next_one_and_the_first_one_at_once():
 
 
 def test_what_was_not_taken_in_yet_survives_in_the_state():
-    steps = [(measured(3.0, 1.0), None), (None, None), (measured(300.0, 50.0), 4.0)]
+    steps = [(measured(3.0, 1.0), None), (None, None), (None, None), (measured(300.0, 50.0), 4.0)]
     whole, resumed = estimates(*steps), NoiseEstimates(1, MeasureSchedule(1))
     state = whole.state_dict()
-    assert state["unread"]["elapsed"] == 16.0
+    assert state["unread"]["elapsed"] == 24.0
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     assert resumed.group_noise == whole.group_noise != whole.newest()
