@@ -248,9 +248,9 @@ def test_a_step_that_lost_its_process_group_is_not_kept(
         train()
     # The last copy may still be on its way: a thread writes it.
     memory, deadline = MemoryCopies(tmp_path / "memory"), time.monotonic() + 30
-    while memory.versions()[0].step != last_kept and time.monotonic() < deadline:
+    while memory.scan().versions[0].step != last_kept and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert memory.versions()[0].step == last_kept
+    assert memory.scan().versions[0].step == last_kept
 
 
 @pytest.mark.parametrize("memory", ["on", "off"])

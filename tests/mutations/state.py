@@ -92,9 +92,9 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         promise="what is kept for another host is no state of this one",
-        path="training/state/memory.py",
-        old='complete_copies(file for file in files if "ward" not in file.meta)',
-        new="complete_copies(files)",
+        path="training/state/memory_scan.py",
+        old='complete_copies(file for file in self.files if "ward" not in file.meta)',
+        new="complete_copies(self.files)",
         test=f"{_STATE}/test_buddy_copies.py::"
         "test_what_is_kept_for_one_process_of_another_host_is_no_copy_of_this_one",
     ),

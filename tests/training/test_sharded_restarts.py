@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 import resilin
 from resilin.training.state.buddy_copies import BuddyCopies
 from resilin.training.state.exchange import Swaps
-from resilin.training.state.memory import MemoryCopies
+from resilin.training.state.memory_scan import Scan
 
 SAMPLES, EPOCHS = 50, 3
 CHAINS = [
@@ -140,7 +140,7 @@ def test_a_job_goes_on_with_other_processes_and_meshes(shared_path, monkeypatch)
     expected = run("none", (1,), None, whole, None)
     resilin.reset_job()
     # Processes that are lost live on here, as those of a later life.
-    monkeypatch.setattr(MemoryCopies, "writers", lambda self: set())
+    monkeypatch.setattr(Scan, "writers", lambda self: set())
     for kept in ("memory", "checkpoints"):
         for number, chain in enumerate(CHAINS):
             monkeypatch.setenv("RESILIN_MEMORY_DIR", str(shared_path / f"{kept}{number}"))
@@ -231,7 +231,7 @@ def test_a_lost_host_costs_no_checkpoint(shared_path, monkeypatch):
     whole, record, found = {}, {}, None
     expected = run("none", (1,), None, whole, None)
     resilin.reset_job()
-    monkeypatch.setattr(MemoryCopies, "writers", lambda self: set())
+    monkeypatch.setattr(Scan, "writers", lambda self: set())
     begun_at = []
     for number, (hosts, lost) in enumerate(BUDDIES):
         # Those whose host is lost are the first ranks, or the last.

@@ -17,7 +17,7 @@ import resilin
 from resilin.engine.collectives import wait_for
 from resilin.training.gradient.sharding import find_sharding
 from resilin.training.gradient.shared_buffers import SharedBuffers
-from resilin.training.state.memory import MemoryCopies
+from resilin.training.state.memory_scan import Scan
 
 SAMPLES, STEPS = 36, 8
 
@@ -108,7 +108,7 @@ def of_first(buffers):
 def test_the_first_replica_counts_as_under_ddp_and_after_a_restart(shared_path, monkeypatch):
     rank = int(os.environ["RANK"])
     store = dist.FileStore(str(shared_path / "store"), 2)
-    monkeypatch.setattr(MemoryCopies, "writers", lambda self: set())
+    monkeypatch.setattr(Scan, "writers", lambda self: set())
     found = {}
     for name in ("ddp", "fsdp", "lost", "again"):
         memory = shared_path / ("lost" if name == "again" else name)

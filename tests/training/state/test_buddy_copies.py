@@ -86,7 +86,7 @@ incoming.layouts = {}
 
 def kept(memory, version):
     """The pieces of wards in the files of a version, by their beginning."""
-    offer = memory.offer(version)
+    offer = memory.scan().offer(version)
     found = offer.provider([(number, (slice(0, 1),)) for number in range(len(offer.pieces))])
     pairs = zip(offer.pieces, found, strict=True)
     return {piece.placement.offsets[0]: tensor.item() for piece, tensor in pairs}
@@ -98,7 +98,7 @@ def test_what_is_kept_for_one_process_of_another_host_is_no_copy_of_this_one(tmp
         memory.directory, Version(0, 1), [incoming(1, 1)], (0, 0, 1)
     )
     assert kept(memory, Version(0, 1)) == {0: 1.0}
-    assert memory.versions() == []
+    assert memory.scan().versions == []
 
 
 def test_without_room_the_copy_before_stays_and_what_fitted_is_not_written_twice(
@@ -132,8 +132,8 @@ def test_without_room_the_copy_before_stays_and_what_fitted_is_not_written_twice
     assert kept(memory, versions[2]) == {0: 2.0, 4: 2.0}
     assert kept(memory, versions[3]) == {0: 3.0, 4: 3.0}
     # They are copies for others: this host has no state of its own.
-    assert memory.versions() == []
-    assert memory.sums(versions[3]) == {1: {}, 2: {}}
+    assert memory.scan().versions == []
+    assert memory.scan().sums(versions[3]) == {1: {}, 2: {}}
     for _ in range(2):
         copies.failed(memory.directory, versions[3], OSError("full"))
     [said] = caplog.records
@@ -181,15 +181,15 @@ def test_a_process_without_room_holds_up_nobody(shared_path, monkeypatch, caplog
     for step in (1, 2, 2, 3, 4):
         schedule.keep(Version(0, step))
         schedule.wait()
-        found = [file for file in memory.files() if "ward" in file.meta]
+        found = [file for file in memory.scan().files if "ward" in file.meta]
         assert {file.meta["ward"] for file in found} == {1 - rank}
         steps[step] = {file.version.step for file in found}
         # What is kept for the other one is its half.
         newest = Version(0, max(steps[step]))
-        pieces = {piece.placement.offsets: piece for piece in memory.offer(newest).pieces}
+        pieces = {piece.placement.offsets: piece for piece in memory.scan().offer(newest).pieces}
         assert (3 - 3 * rank,) in pieces
     # Process 0 sends what it cannot keep. Then it waits for two steps, and takes part without.
     assert steps == {1: {1}, 2: {1, 2}, 3: {1, 2}, 4: {2, 4}}
-    assert max(memory.versions()).step == 4
+    assert max(memory.scan().versions).step == 4
     assert ("no room for a memory copy of step 2" in caplog.text) == (rank == 0)
     schedule.close()

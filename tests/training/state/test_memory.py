@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from resilin.training.state import memory, memory_file
+from resilin.training.state import memory_file, memory_scan
 from resilin.training.state.memory import MemoryCopies, Place
 from resilin.training.state.snapshot import Snapshot, Version, split
 from tests import forked
@@ -52,7 +52,7 @@ def keep(directory, snapshot, num=1, but=(), host=0, copies=None):
 
 def check(directory, step, generation=0):
     copies = MemoryCopies(directory)
-    snapshot = copies.read(copies.versions()[0])
+    snapshot = copies.scan().read(copies.scan().versions[0])
     assert snapshot.version == Version(generation, step)
     read = snapshot.state("m")
     assert {name: set(t.tolist()) for name, t in read.items()} == {name: {step} for name in NAMES}
@@ -63,7 +63,7 @@ def test_the_newest_state_is_found_by_another_process(directory):
     for step in (2, 3, 4):
         keep(directory, state(step), copies=copies)
     # Written in turns: the state before the newest is there, and no older one.
-    assert MemoryCopies(directory).versions() == [Version(0, 4), Version(0, 3)]
+    assert MemoryCopies(directory).scan().versions == [Version(0, 4), Version(0, 3)]
     check(directory, 4)
     assert len(list(directory.iterdir())) == 2
     assert directory.stat().st_mode & 0o777 == 0o700
@@ -96,7 +96,7 @@ def files(directory):
 def test_every_kind_of_tensor(directory, tensor):
     tree, tensors = split("x", {"odd": torch.ones(3, dtype=torch.int8), "t": tensor})
     MemoryCopies(directory).keep(Snapshot(Version(0, 1), {"x": tree}, tensors), {}, place())
-    again = MemoryCopies(directory).read(Version(0, 1)).state("x")["t"]
+    again = MemoryCopies(directory).scan().read(Version(0, 1)).state("x")["t"]
     assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
     raw = [
         t.detach().resolve_conj().contiguous().view(-1).view(torch.uint8) for t in (again, tensor)
@@ -106,12 +106,14 @@ def test_every_kind_of_tensor(directory, tensor):
 
 def test_a_state_without_tensors(directory):
     MemoryCopies(directory).keep(Snapshot(Version(0, 1), {"x": 1}, {}), {}, place())
-    assert MemoryCopies(directory).read(Version(0, 1)) == Snapshot(Version(0, 1), {"x": 1}, {})
+    assert MemoryCopies(directory).scan().read(Version(0, 1)) == Snapshot(
+        Version(0, 1), {"x": 1}, {}
+    )
 
 
 def test_what_was_read_is_a_copy(directory):
     copies = keep(directory, state(1))
-    read = MemoryCopies(directory).read(Version(0, 1)).state("m")
+    read = MemoryCopies(directory).scan().read(Version(0, 1)).state("m")
     for step in (2, 3):
         keep(directory, state(step), copies=copies)
     assert read["a"].tolist() == [1] * 5
@@ -125,16 +127,18 @@ def test_any_one_replica_may_be_missing(directory, num):
     for step in range(2, num + 2):
         keep(directory, state(step), num, but=[step - 2], copies=copies)
         check(directory, step)
-        assert sorted(copies[0].sums(Version(0, step))) == sorted(set(range(num)) - {step - 2})
+        assert sorted(copies[0].scan().sums(Version(0, step))) == sorted(
+            set(range(num)) - {step - 2}
+        )
 
 
 @pytest.mark.parametrize("gone", [(0, 1), (1, 2), (0, 2)])
 def test_two_missing_neighbours_lose_the_share_between_them(directory, gone):
     copies = keep(directory, state(1), 3)
     keep(directory, state(2), 3, but=gone, copies=copies)
-    assert MemoryCopies(directory).versions() == [Version(0, 1)]
+    assert MemoryCopies(directory).scan().versions == [Version(0, 1)]
     with pytest.raises(LookupError, match="no complete copy of step 2 of generation 0"):
-        MemoryCopies(directory).read(Version(0, 2))
+        MemoryCopies(directory).scan().read(Version(0, 2))
     check(directory, 1)
 
 
@@ -148,7 +152,7 @@ def test_hosts_that_share_a_directory_do_not_fill_in_for_each_other(directory):
     keep(directory, state(1), 3, but=(0, 1), host=0)
     keep(directory, state(1), 3, but=(1, 2), host=1)
     # Together they have all shares, but each host deals for itself.
-    assert MemoryCopies(directory).versions() == []
+    assert MemoryCopies(directory).scan().versions == []
     keep(directory, state(1), 2, host=2)
     check(directory, 1)
 
@@ -158,8 +162,8 @@ def test_leftovers_of_another_number_of_replicas_are_not_mixed_in(directory, was
     # They died in their first copy, and the job began anew: the same version, another deal.
     keep(directory, state(0), was, but=set(range(was)) - {left})
     copies = keep(directory, state(0), now, but=range(1, now))
-    for version in MemoryCopies(directory).versions():
-        read = MemoryCopies(directory).read(version)
+    for version in MemoryCopies(directory).scan().versions:
+        read = MemoryCopies(directory).scan().read(version)
         assert sorted(read.tensors) == sorted(state(0).tensors)
     for local in range(1, now):
         copies[local].keep(state(0), {}, place(local, now))
@@ -170,10 +174,10 @@ def test_the_layout_may_change_from_step_to_step(directory):
     copies = keep(directory, state(1), 2)
     for step, size in [(2, 5000), (3, 5), (4, 0), (5, 70_000)]:
         keep(directory, state(step, size=size), 2, copies=copies)
-        read = MemoryCopies(directory).read(Version(0, step)).state("m")
+        read = MemoryCopies(directory).scan().read(Version(0, step)).state("m")
         assert [len(t) for t in read.values()] == [size + i for i in range(len(NAMES))]
         assert all((t == step).all() for t in read.values())
-        assert MemoryCopies(directory).versions()[1:] == [Version(0, step - 1)]
+        assert MemoryCopies(directory).scan().versions[1:] == [Version(0, step - 1)]
 
 
 def test_tensors_come_and_go_and_change_their_type(directory):
@@ -181,7 +185,7 @@ def test_tensors_come_and_go_and_change_their_type(directory):
     x, y = {"x": torch.ones(2)}, {"y": torch.ones(1)}
     for step, tensors in enumerate([{}, x, {"x": torch.ones(2).half(), **y}, y]):
         copies.keep(Snapshot(Version(0, step), {}, tensors), {}, place())
-        read = MemoryCopies(directory).read(Version(0, step)).tensors
+        read = MemoryCopies(directory).scan().read(Version(0, step)).tensors
         assert {n: t.dtype for n, t in read.items()} == {n: t.dtype for n, t in tensors.items()}
 
 
@@ -192,8 +196,8 @@ def test_the_tree_may_outgrow_its_room(directory):
         grown.tree["text"] = "x" * length
         keep(directory, grown, copies=copies)
         check(directory, step)
-        assert len(MemoryCopies(directory).read(Version(0, step)).tree["text"]) == length
-        assert MemoryCopies(directory).versions()[1] == Version(0, step - 1)
+        assert len(MemoryCopies(directory).scan().read(Version(0, step)).tree["text"]) == length
+        assert MemoryCopies(directory).scan().versions[1] == Version(0, step - 1)
 
 
 def run(code, *arguments, timeout=60):
@@ -283,7 +287,7 @@ def test_a_kill_at_any_moment_of_a_copy_leaves_the_state_before_it(directory, gr
     newest = []
     for moment in range(moments + 1):
         copies = MemoryCopies(Path(f"{directory}-{moment}"))
-        newest.append(copies.versions()[0].step)
+        newest.append(copies.scan().versions[0].step)
         check(copies.directory, newest[-1])
     assert sorted(set(newest)) == [2, 3]
     assert newest == sorted(newest), "complete once, complete for good"
@@ -307,7 +311,7 @@ def test_a_live_writer_that_is_killed_while_it_overwrites_its_own_file(directory
         directory,
     )
     assert result.returncode == -signal.SIGKILL
-    assert MemoryCopies(directory).versions() == [Version(0, 4)]
+    assert MemoryCopies(directory).scan().versions == [Version(0, 4)]
     check(directory, 4)
 
 
@@ -340,7 +344,7 @@ def test_a_header_that_says_less_than_all_is_passed_over(directory, changes):
     keep(directory, state(2), copies=copies)
     newest = max(files(directory), key=lambda p: HEADER.unpack_from(p.read_bytes())[3])
     write_header(newest, **changes)
-    assert MemoryCopies(directory).versions() == [Version(0, 1)]
+    assert MemoryCopies(directory).scan().versions == [Version(0, 1)]
     check(directory, 1)
 
 
@@ -362,7 +366,7 @@ def test_files_of_another_format_are_passed_over(directory):
     text = json.dumps(meta | {"format": memory_file.FORMAT + 1}).encode()
     path.write_bytes(data[:end] + text)
     write_header(path, size=len(text), crc=zlib.crc32(text))
-    assert MemoryCopies(directory).versions() == []
+    assert MemoryCopies(directory).scan().versions == []
 
 
 def test_strange_things_in_the_directory_are_passed_over(directory):
@@ -378,7 +382,7 @@ def test_forgetting_earlier_generations_and_then_all(directory):
         keep(directory, state(1, generation), 2)
     copies = MemoryCopies(directory)
     copies.forget(before=10)
-    assert copies.versions() == [Version(10, 1)]
+    assert copies.scan().versions == [Version(10, 1)]
     copies.forget()
     assert files(directory) == []
     copies.forget()  # Whoever comes second finds nothing, and says nothing.
@@ -407,7 +411,7 @@ def test_forgetting_touches_only_what_was_written_here(directory):
 @pytest.mark.parametrize("what", ["replaced", "removed", "shortened"])
 def test_a_file_that_changes_while_it_is_read_is_not_there_any_more(directory, monkeypatch, what):
     copies = keep(directory, state(1, size=5000))
-    real = memory.read_pieces
+    real = memory_scan.read_pieces
 
     def read(file, wanted):
         if what == "replaced":
@@ -419,23 +423,23 @@ def test_a_file_that_changes_while_it_is_read_is_not_there_any_more(directory, m
             os.truncate(file.path, 4100)
         return real(file, wanted)
 
-    monkeypatch.setattr(memory, "read_pieces", read)
+    monkeypatch.setattr(memory_scan, "read_pieces", read)
     with pytest.raises(LookupError):
-        MemoryCopies(directory).read(Version(0, 1))
+        MemoryCopies(directory).scan().read(Version(0, 1))
 
 
 def test_a_file_that_is_overwritten_in_place_while_it_is_read(directory, monkeypatch):
     copies = keep(directory, state(1))
-    real = memory.read_pieces
+    real = memory_scan.read_pieces
 
     def read(file, wanted):
         for step in (2, 3):
             keep(directory, state(step), copies=copies)
         return real(file, wanted)
 
-    monkeypatch.setattr(memory, "read_pieces", read)
+    monkeypatch.setattr(memory_scan, "read_pieces", read)
     with pytest.raises(LookupError, match="overwritten while it was read"):
-        MemoryCopies(directory).read(Version(0, 1))
+        MemoryCopies(directory).scan().read(Version(0, 1))
 
 
 def test_a_full_memory_shows_as_an_error_and_leaves_the_state_before(directory):
@@ -451,14 +455,14 @@ def test_a_full_memory_shows_as_an_error_and_leaves_the_state_before(directory):
         unlimited = resource.RLIM_INFINITY
         for new in (large, wordy):
             resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, unlimited))
-            before = MemoryCopies(directory).versions()[0]
+            before = MemoryCopies(directory).scan().versions[0]
             try:
                 copies.keep(new, {}, place())
             except OSError:
                 pass
             else:
                 raise AssertionError("there was room")
-            assert MemoryCopies(directory).versions() == [before]
+            assert MemoryCopies(directory).scan().versions == [before]
             check(directory, before.step)
             # There is room again: the same turns go on as if nothing had been.
             resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
@@ -526,7 +530,7 @@ def test_copies_leave_room_for_others(directory, monkeypatch):
     copies.keep(state(1, size=50_000), {}, place())
     with pytest.raises(OSError, match="more than half of its 10000000 bytes"):
         copies.keep(state(2, size=100_000), {}, place())
-    assert copies.versions() == [Version(0, 1)]
+    assert copies.scan().versions == [Version(0, 1)]
 
 
 def test_a_replica_that_is_done_takes_only_its_own_away(directory):

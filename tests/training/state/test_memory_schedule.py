@@ -72,10 +72,10 @@ class Host:
     @property
     def versions(self):
         copies = MemoryCopies(self.directory)
-        found = copies.versions()
+        found = copies.scan().versions
         for version in found:
             # Whole, and that of its step.
-            assert set(copies.read(version).state("job")["data"].tolist()) == {version.step}
+            assert set(copies.scan().read(version).state("job")["data"].tolist()) == {version.step}
         return [(version.generation, version.step) for version in found]
 
 
@@ -372,11 +372,11 @@ def test_what_a_process_leaves_that_ends_while_its_thread_writes(tmp_path, where
     )
     assert result.returncode == (1 if where == "raise" else -signal.SIGKILL), result.stderr
     copies = MemoryCopies(directory)
-    newest = copies.versions()[0]
+    newest = copies.scan().versions[0]
     assert newest.step == kept
     # And it is that of its step: the user's own average counts them.
-    assert copies.read(newest).state("ema")["num"] == kept
-    assert copies.read(newest).state("job")["clock"]["steps"] == kept
+    assert copies.scan().read(newest).state("ema")["num"] == kept
+    assert copies.scan().read(newest).state("job")["clock"]["steps"] == kept
 
 
 @pytest.mark.world_size(2)
@@ -394,7 +394,9 @@ def test_no_replica_commits_a_step_before_all_have_completed_the_copy_of_the_las
         # one copy ahead, and never overwrites this one.
         copies = MemoryCopies(directory)
         last = job.model.clock.steps - 1
-        seen.append([(v.step, len(copies.sums(v))) for v in copies.versions() if v.step == last])
+        seen.append(
+            [(v.step, len(copies.scan().sums(v))) for v in copies.scan().versions if v.step == last]
+        )
 
     Job().train(1, on_step=look)
     assert seen == [[(step, 2)] for step in range(7)]
@@ -414,7 +416,7 @@ def test_whoever_ends_a_job_waits_for_its_copy(tmp_path, monkeypatch):
         job.optimizer.step()
         job.optimizer.zero_grad()
     resilin.reset_job()
-    assert MemoryCopies(directory).versions()[0].step == 2
+    assert MemoryCopies(directory).scan().versions[0].step == 2
 
 
 # Jobs ------------------------------------------------------------------------------------------
@@ -459,7 +461,7 @@ def test_the_state_of_a_job_that_is_alive_is_not_taken(tmp_path, monkeypatch):
             other.kill()
     # A worker that was killed is no other job: who comes next takes up what it left.
     found = MemoryCopies(directory)
-    assert (found.writers(), found.versions()[0].step) == (set(), 7)
+    assert (found.scan().writers(), found.scan().versions[0].step) == (set(), 7)
 
 
 @pytest.mark.parametrize(("every", "cost"), [(1, 0), (4, 3)])

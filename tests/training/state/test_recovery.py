@@ -381,7 +381,7 @@ def test_a_host_that_got_the_state_from_another_keeps_a_copy_at_once(shared_path
     resilin.checkpoint_to(None, memory_every=1)
     Job()
     version = resilin.resume()
-    versions = resilin.current_job().recovery._copies.memory.versions()
+    versions = resilin.current_job().recovery._copies.memory.scan().versions
     resilin.reset_job()
     assert at(version) == (0, 4, 0)
     # Else a loss of the one host that has it would lose it.

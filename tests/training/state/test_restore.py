@@ -8,7 +8,7 @@ import torch
 
 from resilin.core.recovery import candidates
 from resilin.training.job import current_job
-from resilin.training.state import memory
+from resilin.training.state import memory_file, memory_scan
 from resilin.training.state.checkpoint import Checkpoints
 from resilin.training.state.memory import MemoryCopies, Place
 from resilin.training.state.replica_parts import OwnState
@@ -44,7 +44,7 @@ def test_a_host_without_a_copy_gets_it_from_one_that_has_it(tmp_path, caplog):
     if replica() == 1:
         keep(copies, state(7), SUM, who=1)
     caplog.set_level(logging.WARNING, "resilin")
-    snapshot, source, _ = newest_state(current_job().engine, copies, None)
+    snapshot, source, *_ = newest_state(current_job().engine, copies, None)
     assert (snapshot.version, source) == (Version(0, 7), "memory")
     assert torch.equal(snapshot.tensors["model.weight"], torch.full((5,), 7.0))
     assert snapshot.tensors["model.half"].dtype == torch.bfloat16
@@ -104,18 +104,20 @@ def test_the_memory_is_scanned_once_to_choose_and_may_change_after_it(
     for step in (4, 5):
         keep(copies, state(step, replicas=1), SUM, who=0)
     read = []
-    own = memory.read_meta
+    own = memory_file.read_meta
 
     def gone_after_the_first_scan(path):
         read.append(path)
         return own(path) if read.count(path) == 1 or path != newest else None
 
-    monkeypatch.setattr(memory, "read_meta", gone_after_the_first_scan)
-    newest = next(file.path for file in copies.files() if file.version.step == 5)
+    for module in (memory_scan, memory_file):
+        monkeypatch.setattr(module, "read_meta", gone_after_the_first_scan)
+    newest = next(file.path for file in copies.scan().files if file.version.step == 5)
     read.clear()
     snapshot, *_ = newest_state(current_job().engine, copies, None)
     # Another process has begun to write the next one there.
-    assert "has no complete copy of" in caplog.text
+    assert "was overwritten while it was read" in caplog.text
+    assert max(map(read.count, read)) == 2  # to choose, and after it was read
     assert (snapshot.version.step, snapshot.tree["sums/start/0"]) == (4, SUM["sums/start/0"])
 
 
@@ -143,10 +145,10 @@ def test_a_memory_copy_wins_over_checkpoints_older_than_a_corrupt_one(tmp_path):
         file.write_bytes(b"torn")
     copies = MemoryCopies(tmp_path / "memory")
     keep(copies, state(7, replicas=1), {}, who=0)
-    snapshot, source, _ = newest_state(current_job().engine, copies, checkpoints)
+    snapshot, source, *_ = newest_state(current_job().engine, copies, checkpoints)
     assert (snapshot.version.step, source) == (7, "memory")
     copies.forget()
-    snapshot, source, _ = newest_state(current_job().engine, copies, checkpoints)
+    snapshot, source, *_ = newest_state(current_job().engine, copies, checkpoints)
     assert (snapshot.version.step, source) == (3, "checkpoint")
 
 

@@ -208,7 +208,7 @@ def test_what_is_registered_survives_in_memory(monkeypatch, tmp_path, late):
     monkeypatch.setenv(environment.MEMORY_DIR, str(tmp_path / "memory"))
     keeping.register("mine", Counter(5))
     assert keeping.resume() is None
-    assert MemoryCopies(tmp_path / "memory").versions()[0].step == 0
+    assert MemoryCopies(tmp_path / "memory").scan().versions[0].step == 0
     resilin.reset_job()
     counter = Counter()
     if late:

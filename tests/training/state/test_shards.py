@@ -145,8 +145,8 @@ def keep(directory, *held, host=0, first=0):
 def test_a_host_gives_back_the_pieces_of_all_its_processes(directory):
     keep(directory, [(0, 2)], [(2, 3), (4, 5)])
     copies = MemoryCopies(directory)
-    assert copies.versions() == [NOW]
-    state = copies.read(NOW).state("part")
+    assert copies.scan().versions == [NOW]
+    state = copies.scan().read(NOW).state("part")
     assert torch.equal(state["same"], FULL)
     assert state["weight"].shape == (5, 4)
     shards = sorted(state["weight"].shards, key=lambda shard: shard.placement.offsets)
@@ -154,7 +154,7 @@ def test_a_host_gives_back_the_pieces_of_all_its_processes(directory):
     assert [shard.placement for shard in shards] == [shard.placement for shard in expected]
     for found, shard in zip(shards, expected, strict=True):
         assert torch.equal(found.data, shard.data)
-    offer = copies.offer(NOW)
+    offer = copies.scan().offer(NOW)
     assert offer.shapes == {"part.weight": (5, 4)}
     assert [each.placement for each in offer.pieces] == [shard.placement for shard in expected]
     regions = [(2, (slice(0, 1), slice(1, 3))), (0, (slice(1, 2), slice(0, 4)))]
@@ -174,18 +174,18 @@ def test_a_copy_counts_only_if_the_pieces_of_all_hosts_are_the_whole(tmp_path):
     assert "has 20 elements, and its pieces have 12" in missing(hosts[:1])
     # A process dies in its copy: its neighbour has its share of what is whole, but no pieces.
     next(tmp_path.glob("1/0-1-1-1-*")).unlink()
-    assert hosts[1].versions() == [NOW]
+    assert hosts[1].scan().versions == [NOW]
     assert "has 20 elements, and its pieces have 16" in missing(hosts)
     # A host that has none of the pieces of a tensor says so.
     for path in tmp_path.glob("1/0-1-0-0-*"):
         path.unlink()
-    assert hosts[1].offer(NOW).shapes == {"part.weight": (5, 4)}
-    assert hosts[1].offer(NOW).pieces == []
+    assert hosts[1].scan().offer(NOW).shapes == {"part.weight": (5, 4)}
+    assert hosts[1].scan().offer(NOW).pieces == []
 
 
 def missing(hosts):
     """What the tables of one process per host lack, together."""
-    tables = [Table.gather(Engine(), copies.offer(NOW)) for copies in hosts]
+    tables = [Table.gather(Engine(), copies.scan().offer(NOW)) for copies in hosts]
     whole = Table({}, {}, {}, {})
     for table in tables:
         whole.shapes.update(table.shapes)
@@ -201,5 +201,5 @@ def test_a_copy_of_whole_tensors_has_no_trace_of_it(directory):
     whole.tensors["job.weight"] = FULL
     copies = MemoryCopies(directory)
     copies.keep(whole, {}, Place(host=0, local_process=0, num_local_processes=1, process=0))
-    assert copies.offer(NOW).shapes == {}
-    assert torch.equal(copies.read(NOW).tensors["job.weight"], FULL)
+    assert copies.scan().offer(NOW).shapes == {}
+    assert torch.equal(copies.scan().read(NOW).tensors["job.weight"], FULL)

@@ -164,12 +164,13 @@ class CheckpointSchedule:
             CheckpointError: That failed, or this host does not have all of the state.
         """
         directory = self._settings.checkpoint_dir
-        newest = memory.versions()[:1]
+        scan = memory.scan()
+        newest = scan.versions[:1]
         if directory is None or not newest or (self._saved and newest[0] <= self._saved):
             return
-        snapshot = memory.read(newest[0])
-        snapshot.tree.update(add_up(list(memory.sums(newest[0]).values())))
-        own = gathered(memory.own(newest[0]))
+        snapshot = scan.read(newest[0])
+        snapshot.tree.update(add_up(list(scan.sums(newest[0]).values())))
+        own = gathered(scan.own(newest[0]))
         snapshot.tree.update(own.tree)
         snapshot.tensors.update(own.tensors)
         # Apart from a save in flight, whose thread may be stuck.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,32 +21,25 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from resilin.core.placement import Piece, deal
-from resilin.core.recovery import complete_copies, next_buffer, shares_written
-from resilin.engine.processes import process_gone
+from resilin.core.recovery import next_buffer, shares_written
 from resilin.training.state.buddy_copies import BuddyCopies, Incoming, Outgoing
 from resilin.training.state.memory_file import (
     DATA,
     FileWriter,
-    Found,
     Writer,
     file_name,
     generation_of,
-    read_meta,
-    read_pieces,
-    read_unchanged,
 )
-from resilin.training.state.memory_pieces import offer_of
-from resilin.training.state.offers import Offer
+from resilin.training.state.memory_scan import Scan
 from resilin.training.state.replica_parts import OwnState
 from resilin.training.state.shards import (
     Held,
-    Shard,
     Sharded,
     kept_pieces,
     split_shapes,
     whole_pieces,
 )
-from resilin.training.state.snapshot import Json, Snapshot, Version, names
+from resilin.training.state.snapshot import Json, Snapshot, Version
 from resilin.training.state.stage import Block
 
 
@@ -123,7 +116,7 @@ def _dumps(value: Json) -> str:
 
 
 class MemoryCopies:
-    """Writes and reads the copies of one job in one directory.
+    """Writes the copies of one job in one directory.
 
     Args:
         directory: A directory in memory, for this job alone; created if missing.
@@ -278,78 +271,9 @@ class MemoryCopies:
             writer = self._writers[key] = FileWriter(self.directory / name)
         return writer
 
-    # Reading -------------------------------------------------------------------------------
-
-    def versions(self) -> list[Version]:
-        """The complete states in this directory, latest first."""
-        return sorted(self._complete(), reverse=True)
-
-    def _complete(self) -> dict[Version, list[Found]]:
-        return complete(self.files())
-
-    def files(self) -> list[Found]:
-        """The files in this directory that are complete, those for other hosts included."""
-        found = map(read_meta, sorted(self.directory.iterdir()))
-        return [file for file in found if file is not None]
-
-    def read(self, version: Version, *, pieces: bool = True) -> Snapshot:
-        """Reads a state that is here completely.
-
-        Args:
-            version: Which state it is.
-            pieces: Whether to read the pieces of split tensors that are here, too.
-
-        Raises:
-            LookupError: It is not, or not any more.
-        """
-        files = self._complete().get(version)
-        if files is None:
-            raise LookupError(f"{self.directory} has no complete copy of {version}")
-        tree: dict[str, Json] | None = None
-        tensors: dict[str, Held] = {}
-        for file in files:
-            tree = file.meta.get("tree", tree)
-            own = set(names(file.meta.get("own")))
-            whole = {p for p, _ in file.placements() if p[1] is None and p[0] not in own}
-            found = _read(file, whole.__contains__)
-            tensors.update((name, tensor) for (name, _), tensor in found.items())
-        for file in self.files() if pieces else ():
-            if file.version == version and file.host == files[0].host:
-                _add_shards(tensors, file)
-        assert tree is not None, "share 0 has the tree"
-        return Snapshot(version, tree, tensors)
-
-    def offer(self, version: Version) -> Offer:
-        """The pieces of split tensors that are here of a state."""
-        files = [file for file in self.files() if file.version == version]
-        return offer_of(self.directory, files)
-
-    def sums(self, version: Version) -> dict[int, Mapping[str, Json]]:
-        """Sums of the replicas of this host in this version, by replica."""
-        parts = (f.meta["sums"] for f in self.files() if f.version == version and "sums" in f.meta)
-        return {part["replica"]: part["of"] for part in parts}
-
-    def generations(self) -> set[int]:
-        """Generations with files in this directory, complete or not."""
-        found = {generation_of(path.name) for path in self.directory.iterdir()}
-        return {generation for generation in found if generation is not None}
-
-    def writers(self) -> set[Writer]:
-        """Live processes that have written files in this directory."""
-        found = {Writer(*file.meta["writer"]) for file in self.files()}
-        return {writer for writer in found if not process_gone(*writer)}
-
-    def own(self, version: Version) -> dict[int, OwnState]:
-        """Own states of the replicas of this host in this version, by replica."""
-        found = {}
-        for file in self.files():
-            if file.version == version and "own" in file.meta:
-                tree = file.meta["own"]
-                mine = {(name, None) for name in names(tree)}
-                pieces = read_pieces(file, mine.__contains__)
-                own = OwnState(tree, {name: tensor for (name, _), tensor in pieces.items()})
-                found[int(file.meta["sums"]["replica"])] = own
-        return found
+    def scan(self) -> Scan:
+        """What is in this directory now."""
+        return Scan.of(self.directory)
 
     # Forgetting ----------------------------------------------------------------------------
 
@@ -364,7 +288,7 @@ class MemoryCopies:
         """
         staying = set()
         if but is not None:
-            staying = {file.path.name for file in self.files() if file.version == but}
+            staying = {file.path.name for file in self.scan().files if file.version == but}
         try:
             present = list(self.directory.iterdir())
         except FileNotFoundError:
@@ -392,12 +316,6 @@ class MemoryCopies:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
-
-
-def complete(files: Iterable[Found]) -> dict[Version, list[Found]]:
-    """States of which a host has all shares, each with one file of each share."""
-    # What is kept for processes of other hosts is no share of this one.
-    return complete_copies(file for file in files if "ward" not in file.meta)
 
 
 def _divided(
@@ -437,19 +355,3 @@ def _make(directory: Path) -> None:
             f"{directory} must belong to user {os.getuid()} and be writable by no other; it "
             f"belongs to {status.st_uid} and has mode {status.st_mode & 0o777:o}"
         )
-
-
-def _read(file: Found, wanted: Callable[[Piece], bool]) -> dict[Piece, Tensor]:
-    return read_unchanged(file, lambda: read_pieces(file, wanted))
-
-
-def _add_shards(tensors: dict[str, Held], file: Found) -> None:
-    """Adds the pieces of split tensors that a file has."""
-    if all(placement is None for (_, placement), _ in file.placements()):
-        return
-    for (name, placement), tensor in _read(file, lambda piece: piece[1] is not None).items():
-        assert placement is not None
-        present = tensors.get(name)
-        before = present.shards if isinstance(present, Sharded) else ()
-        shards = (*before, Shard(placement, tensor))
-        tensors[name] = Sharded(placement.shape, tensor.dtype, shards)

@@ -383,7 +383,7 @@ class MemorySchedule:
         There is then no room for a third one, and a replica that waited for it would wait forever:
         its first copy is overwritten.
         """
-        return self._num_kept > 0 and not self._forgot and self.resumed in memory.versions()
+        return self._num_kept > 0 and not self._forgot and self.resumed in memory.scan().states
 
     def _forget_earlier(self, memory: MemoryCopies) -> None:
         """Removes earlier generations once the first copy of this one is complete everywhere.

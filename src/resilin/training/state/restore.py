@@ -17,8 +17,9 @@ from resilin.core.recovery import Held, candidates, next_generation
 from resilin.engine.base import Engine
 from resilin.engine.collectives import State
 from resilin.training.state.checkpoint import Checkpoints
-from resilin.training.state.memory import MemoryCopies, complete
+from resilin.training.state.memory import MemoryCopies
 from resilin.training.state.memory_file import Found
+from resilin.training.state.memory_scan import Scan
 from resilin.training.state.offers import Offer, Table
 from resilin.training.state.replica_parts import OwnState, add_up, gathered
 from resilin.training.state.shards import all_whole
@@ -45,15 +46,15 @@ class Content(NamedTuple):
     """Whether it has tensors that are split over the processes."""
 
     @classmethod
-    def of(cls, version: Version, shares: Sequence[Found], files: Sequence[Found]) -> Content:
-        """The content of one state, as a scan of the memory has found it.
+    def of(cls, version: Version, shares: Sequence[Found], scan: Scan) -> Content:
+        """The content of one state.
 
         Args:
             version: Version of the state.
             shares: One file of each share.
-            files: All files of the scan.
+            scan: The memory of the host.
         """
-        parts = [f.meta for f in files if f.version == version and "sums" in f.meta]
+        parts = [f.meta for f in scan.of_version(version) if "sums" in f.meta]
         own = {meta["sums"]["replica"]: meta["own"] for meta in parts if "own" in meta}
         before = shares[0].meta["previous"]
         return cls(
@@ -116,6 +117,8 @@ class Newest(NamedTuple):
     """Its storage: `memory`, `checkpoint`, or empty."""
     generation: int
     """Number of the generation that starts now: no earlier state has it."""
+    in_memory: bool = False
+    """Whether every host that keeps copies has it in its memory."""
 
 
 def newest_state(
@@ -137,19 +140,17 @@ def newest_state(
         CheckpointError: There are checkpoints, and none can be read.
         ValueError: One was written by a newer resilin.
     """
-    here: dict[Version, Content] = {}
-    seen: set[int] = set()
-    if memory is not None:
-        seen = memory.generations()
-        files = memory.files()
-        here = {v: Content.of(v, shares, files) for v, shares in complete(files).items()}
+    scan = None if memory is None else memory.scan()
+    states = {} if scan is None else scan.states
+    here = {} if scan is None else {v: Content.of(v, states[v], scan) for v in states}
     saved: list[Version] = []
     if checkpoints is not None and engine.membership.is_first:
         saved = [commit.version for commit in checkpoints.commits()]
     everyone = engine.gather(
         {
+            "keeps": scan is not None,
             "here": [[v.to_json(), content.to_json()] for v, content in here.items()],
-            "seen": sorted(seen),
+            "seen": [] if scan is None else sorted(scan.generations),
             "saved": [v.to_json() for v in saved],
         }
     )
@@ -166,7 +167,7 @@ def newest_state(
         for v, content in each.items()
     ]
     split = {v for each in contents for v, content in each.items() if content.split}
-    pieces = _Pieces(engine, memory, split)
+    pieces = _Pieces(engine, scan, split)
     order = candidates(held, saved)
     while order and order[0].source == "memory" and not pieces.are_whole(order[0].version):
         # A copy whose pieces are not the whole, on all hosts together, is none.
@@ -188,7 +189,7 @@ def newest_state(
             continue
         if not pieces.are_whole(candidate.version):
             continue
-        mine = memory if candidate.version in here else None
+        mine = scan if candidate.version in here else None
         snapshot = _from_memory(engine, mine, candidate.version, wanted, pieces)
         if snapshot is None:
             continue
@@ -199,8 +200,10 @@ def newest_state(
             engine.membership.process,
         )
         owners = [() if content is None else content.owners for content in found]
-        _add_own(engine, memory, snapshot, owners, whole=candidate.whole)
-        return Newest(snapshot, "memory", generation)
+        _add_own(engine, scan, snapshot, owners, whole=candidate.whole)
+        kept = [each for said, each in zip(everyone, contents, strict=True) if said["keeps"]]
+        everywhere = all(candidate.version in each for each in kept)
+        return Newest(snapshot, "memory", generation, everywhere)
     if checkpoints is None:
         return Newest(None, "", generation)
     snapshot = checkpoints.newest(engine.group("control"), wanted=wanted)
@@ -219,7 +222,7 @@ def _add_sums(snapshot: Snapshot, found: Sequence[Content], replica: int) -> Non
 
 def _add_own(
     engine: Engine,
-    memory: MemoryCopies | None,
+    scan: Scan | None,
     snapshot: Snapshot,
     owners: Sequence[Collection[int]],
     *,
@@ -229,16 +232,19 @@ def _add_own(
 
     Args:
         engine: Who is in the job.
-        memory: The copies of this host.
+        scan: The memory of this host.
         snapshot: The rest of the state.
         owners: Per replica, those whose own state it can read. The first that can sends it.
         whole: Whether nothing is missing: a replica that is not among them had an empty part.
     """
     known = set().union(*owners[: engine.membership.process])
     here: dict[int, OwnState] = {}
-    if memory is not None and not known.issuperset(owners[engine.membership.process]):
-        found = memory.own(snapshot.version)
-        here = {each: own for each, own in found.items() if each not in known}
+    if scan is not None and not known.issuperset(owners[engine.membership.process]):
+        try:
+            found = scan.own(snapshot.version)
+            here = {each: own for each, own in found.items() if each not in known}
+        except LookupError as error:
+            logger.warning("%s", error)
     parts = {i: each for part in _gather_own(engine, here) for i, each in part.items()}
     if whole and parts and not any(any(own.tree.values()) for own in parts.values()):
         # A replica that is missing died before it had written its part. Those of the others are
@@ -271,13 +277,13 @@ class _Pieces:
 
     Args:
         engine: Who is in the job.
-        memory: The copies of this host.
+        scan: The memory of this host.
         split: Versions of the states that have split tensors.
     """
 
-    def __init__(self, engine: Engine, memory: MemoryCopies | None, split: set[Version]) -> None:
+    def __init__(self, engine: Engine, scan: Scan | None, split: set[Version]) -> None:
         self._engine = engine
-        self._memory = memory
+        self._scan = scan
         self._split = split
         self._known: dict[Version, tuple[Offer, Table]] = {}
 
@@ -286,7 +292,7 @@ class _Pieces:
         if version not in self._split:
             return None
         if version not in self._known:
-            offer = Offer.of(None) if self._memory is None else self._memory.offer(version)
+            offer = Offer.of(None) if self._scan is None else self._scan.offer(version)
             self._known[version] = offer, Table.gather(self._engine, offer)
         return self._known[version]
 
@@ -303,16 +309,16 @@ class _Pieces:
 
 def _from_memory(
     engine: Engine,
-    memory: MemoryCopies | None,
+    scan: Scan | None,
     version: Version,
     wanted: Asked | None,
     pieces: _Pieces,
 ) -> Snapshot | None:
     """A state that some host has in memory, on all replicas; None if it has gone."""
     mine: Snapshot | None = None
-    if memory is not None:
+    if scan is not None:
         try:
-            mine = memory.read(version, pieces=False)
+            mine = scan.read(version, pieces=False)
         except LookupError as error:
             logger.warning("%s", error)
     found = pieces.of(version)

@@ -63,9 +63,10 @@ def start(
     """
     began = time.monotonic()
     branch = _begin_branch(engine, memory)
-    snapshot, source, generation = newest_state(engine, memory, checkpoints, wanted=registry.wanted)
+    newest = newest_state(engine, memory, checkpoints, wanted=registry.wanted)
+    snapshot, source = newest.snapshot, newest.source
     # What the job does from here on is newer than whatever it has left before.
-    engine.raise_generation(generation)
+    engine.raise_generation(newest.generation)
     if snapshot is None or snapshot.version.step < steps:
         # The checkpoint of another framework may have brought the job further already.
         _log(engine, "started", f"at step {steps}")
@@ -75,8 +76,7 @@ def start(
     seconds = time.monotonic() - began
     version = snapshot.version
     _log(engine, "resumed", f"at step {version.step} from {source} (restored in {seconds:.2f} s)")
-    in_memory = source == "memory" and _on_all_hosts(engine, memory, version)
-    return Start(branch=branch, resumed=version, source=source, in_memory=in_memory)
+    return Start(branch=branch, resumed=version, source=source, in_memory=newest.in_memory)
 
 
 def _begin_branch(engine: Engine, memory: MemoryCopies | None) -> int:
@@ -85,17 +85,12 @@ def _begin_branch(engine: Engine, memory: MemoryCopies | None) -> int:
     if memory is not None:
         ours = {Writer(pid, started) for pid, started, _ in everyone}
         deadline = time.monotonic() + PATIENCE
-        while others := memory.writers() - ours:
+        while others := memory.scan().writers() - ours:
             # Workers of this job that their agent has not ended yet, or that notice that it died.
             if time.monotonic() > deadline:
                 raise RuntimeError(in_use(memory.directory, min(others)))
             time.sleep(0.1)
     return int(everyone[0][2])
-
-
-def _on_all_hosts(engine: Engine, memory: MemoryCopies | None, version: Version) -> bool:
-    """Whether every host has a complete copy of a state in its memory. Collective."""
-    return all(engine.gather(memory is None or version in memory.versions()))
 
 
 def _log(engine: Engine, verb: str, rest: str) -> None:
