@@ -143,6 +143,13 @@ MUTATIONS: list[Mutation] = [
         test=f"{_RESTORE}::test_what_each_has_of_its_own_comes_from_all_hosts",
     ),
     Mutation(
+        promise="a host that lacks the state keeps it before the first step",
+        path="training/state/restore.py",
+        old="everywhere = all(candidate.version in each for each in kept)",
+        new="everywhere = bool(kept)",
+        test=f"{_RESTORE}::test_a_host_without_a_copy_gets_it_from_one_that_has_it",
+    ),
+    Mutation(
         promise="a memory copy wins over an older checkpoint",
         path="training/state/restore.py",
         old='engine.group("control"), at_least=next(copies, None), wanted=wanted',

@@ -44,8 +44,8 @@ def test_a_host_without_a_copy_gets_it_from_one_that_has_it(tmp_path, caplog):
     if replica() == 1:
         keep(copies, state(7), SUM, who=1)
     caplog.set_level(logging.WARNING, "resilin")
-    snapshot, source, *_ = newest_state(current_job().engine, copies, None)
-    assert (snapshot.version, source) == (Version(0, 7), "memory")
+    snapshot, source, _, in_memory = newest_state(current_job().engine, copies, None)
+    assert (snapshot.version, source, in_memory) == (Version(0, 7), "memory", False)
     assert torch.equal(snapshot.tensors["model.weight"], torch.full((5,), 7.0))
     assert snapshot.tensors["model.half"].dtype == torch.bfloat16
     # The sums of replica 0 went with its host: the rest goes on, and it is said.

@@ -57,5 +57,5 @@ def test_the_newest_copy_wins_of_which_the_hosts_have_all_pieces(tmp_path):
             Place(host=rank, local_process=0, num_local_processes=1, process=rank),
         )
     found = newest_state(Engine(), memory, None)
-    assert (found.source, found.snapshot.version.step) == ("memory", 1)
+    assert (found.source, found.snapshot.version.step, found.in_memory) == ("memory", 1, True)
     assert torch.equal(found.snapshot.state("job")["weight"], FULL)
