@@ -145,8 +145,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="a host that lacks the state keeps it before the first step",
         path="training/state/restore.py",
-        old="everywhere = all(candidate.version in each for each in kept)",
-        new="everywhere = bool(kept)",
+        old='Newest(snapshot, "memory", generation, scan is None or mine is not None)',
+        new='Newest(snapshot, "memory", generation, True)',
         test=f"{_RESTORE}::test_a_host_without_a_copy_gets_it_from_one_that_has_it",
     ),
     Mutation(

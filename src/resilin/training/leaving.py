@@ -80,12 +80,12 @@ def save_at_end() -> None:
 
 def _at_end() -> None:
     job = current_job()
-    _save_at_end(job)
+    _leave_at_end(job)
     # What is still open is closed by the interpreter, when modules are gone.
     job.iterations.end_all()
 
 
-def _save_at_end(job: Job) -> None:
+def _leave_at_end(job: Job) -> None:
     error = getattr(sys, "last_value", None)
     failed = error is not None and not isinstance(error, KeyboardInterrupt)
     if os.getpid() != _registered[-1] or failed or job.engine.stop.insisted:

@@ -139,7 +139,7 @@ class Home:
         """
         trained = self.job.trained
         assert trained is not None
-        trained.prepare()  # refuses a gradient that is not complete
+        trained.prepare()  # completes the gradient, if nobody has
         return trained.gradient.clip(max_norm, norm_type)
 
     def set_epoch(self, epoch: int) -> None:

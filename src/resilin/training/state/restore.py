@@ -18,7 +18,6 @@ from resilin.engine.base import Engine
 from resilin.engine.collectives import State
 from resilin.training.state.checkpoint import Checkpoints
 from resilin.training.state.memory import MemoryCopies
-from resilin.training.state.memory_file import Found
 from resilin.training.state.memory_scan import Scan
 from resilin.training.state.offers import Offer, Table
 from resilin.training.state.replica_parts import OwnState, add_up, gathered
@@ -46,14 +45,9 @@ class Content(NamedTuple):
     """Whether it has tensors that are split over the processes."""
 
     @classmethod
-    def of(cls, version: Version, shares: Sequence[Found], scan: Scan) -> Content:
-        """The content of one state.
-
-        Args:
-            version: Version of the state.
-            shares: One file of each share.
-            scan: The memory of the host.
-        """
+    def of(cls, version: Version, scan: Scan) -> Content:
+        """The content of one state that a host has."""
+        shares = scan.states[version]
         parts = [f.meta for f in scan.of_version(version) if "sums" in f.meta]
         own = {meta["sums"]["replica"]: meta["own"] for meta in parts if "own" in meta}
         before = shares[0].meta["previous"]
@@ -118,7 +112,7 @@ class Newest(NamedTuple):
     generation: int
     """Number of the generation that starts now: no earlier state has it."""
     in_memory: bool = False
-    """Whether every host that keeps copies has it in its memory."""
+    """Whether this host has it in its memory, or keeps no copies."""
 
 
 def newest_state(
@@ -141,14 +135,12 @@ def newest_state(
         ValueError: One was written by a newer resilin.
     """
     scan = None if memory is None else memory.scan()
-    states = {} if scan is None else scan.states
-    here = {} if scan is None else {v: Content.of(v, states[v], scan) for v in states}
+    here = {} if scan is None else {v: Content.of(v, scan) for v in scan.states}
     saved: list[Version] = []
     if checkpoints is not None and engine.membership.is_first:
         saved = [commit.version for commit in checkpoints.commits()]
     everyone = engine.gather(
         {
-            "keeps": scan is not None,
             "here": [[v.to_json(), content.to_json()] for v, content in here.items()],
             "seen": [] if scan is None else sorted(scan.generations),
             "saved": [v.to_json() for v in saved],
@@ -189,7 +181,7 @@ def newest_state(
             continue
         if not pieces.are_whole(candidate.version):
             continue
-        mine = scan if candidate.version in here else None
+        mine = _mine(scan, candidate.version) if candidate.version in here else None
         snapshot = _from_memory(engine, mine, candidate.version, wanted, pieces)
         if snapshot is None:
             continue
@@ -201,9 +193,7 @@ def newest_state(
         )
         owners = [() if content is None else content.owners for content in found]
         _add_own(engine, scan, snapshot, owners, whole=candidate.whole)
-        kept = [each for said, each in zip(everyone, contents, strict=True) if said["keeps"]]
-        everywhere = all(candidate.version in each for each in kept)
-        return Newest(snapshot, "memory", generation, everywhere)
+        return Newest(snapshot, "memory", generation, scan is None or mine is not None)
     if checkpoints is None:
         return Newest(None, "", generation)
     snapshot = checkpoints.newest(engine.group("control"), wanted=wanted)
@@ -307,20 +297,24 @@ class _Pieces:
         return not reason
 
 
+def _mine(scan: Scan | None, version: Version) -> Snapshot | None:
+    """A state that was found in the memory of this host; None if it has changed since."""
+    assert scan is not None
+    try:
+        return scan.read(version, pieces=False)
+    except LookupError as error:
+        logger.warning("%s", error)
+        return None
+
+
 def _from_memory(
     engine: Engine,
-    scan: Scan | None,
+    mine: Snapshot | None,
     version: Version,
     wanted: Asked | None,
     pieces: _Pieces,
 ) -> Snapshot | None:
     """A state that some host has in memory, on all replicas; None if it has gone."""
-    mine: Snapshot | None = None
-    if scan is not None:
-        try:
-            mine = scan.read(version, pieces=False)
-        except LookupError as error:
-            logger.warning("%s", error)
     found = pieces.of(version)
     if found is None:
         return transfer(engine, mine, version)

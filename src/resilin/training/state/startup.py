@@ -76,7 +76,8 @@ def start(
     seconds = time.monotonic() - began
     version = snapshot.version
     _log(engine, "resumed", f"at step {version.step} from {source} (restored in {seconds:.2f} s)")
-    return Start(branch=branch, resumed=version, source=source, in_memory=newest.in_memory)
+    in_memory = source == "memory" and all(engine.gather(newest.in_memory))
+    return Start(branch=branch, resumed=version, source=source, in_memory=in_memory)
 
 
 def _begin_branch(engine: Engine, memory: MemoryCopies | None) -> int:
