@@ -159,7 +159,7 @@ MUTATIONS = [
         old="        if value != wanted and not (steps or quick):\n",
         new="        if value != wanted and (steps or quick):\n",
         test="tests/integrations/test_lightning.py::"
-        "test_settings_that_cannot_be_honoured_are_refused[accumulate_grad_batches-]",
+        "test_settings_that_cannot_be_honoured_are_refused[limit_train_batches-]",
     ),
     Mutation(
         promise="manual optimization of a lightning module is refused",
