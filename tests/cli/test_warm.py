@@ -83,10 +83,15 @@ def test_a_script_that_fails_says_so(tmp_path, body, told):
 
 
 FORKING = """
-import atexit, os, sys
+import atexit, os, signal, sys, time
 from pathlib import Path
 out = Path(sys.argv[1])
 codes = {}
+if os.environ["RANK"] == "0":
+    # A child of rank 1 that returned into the agent's code would wait there for the end of rank 0.
+    while not (out / "codes").exists():
+        time.sleep(0.05)
+    sys.exit()
 for how in ("leaves", "says", "fails", "ends"):
     child = os.fork()
     if child == 0:
@@ -99,7 +104,13 @@ for how in ("leaves", "says", "fails", "ends"):
         if how == "fails":
             raise ValueError("the child fails")
         break
-    codes[how] = os.waitpid(child, 0)[1] >> 8
+    late = time.monotonic() + 60
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > late:
+            os.kill(child, signal.SIGKILL)
+            sys.exit(f"the child that {how} does not end")
+        time.sleep(0.01)
+    codes[how] = os.waitstatus_to_exitcode(ended[1])
 else:
     (out / "codes").write_text(repr(codes))
 """

@@ -262,6 +262,10 @@ def test_max_steps_are_those_of_the_reference_run(tmp_path):
     trainer.train()
     # Six of 16 samples are an epoch: three of 32, and two more of 32 for the other three.
     assert trainer.state.global_step == trainer.state.max_steps == 5
+    # A step of 32 makes two of the reference run, and is the guess of all that are left.
+    assert watch.ends == [5, 5, 5, 5, 5]
+    logged = [log["learning_rate"] for log in trainer.state.log_history if "loss" in log]
+    assert logged == watch.lrs
     assert watch.lrs == pytest.approx([LR * (1 - step / 9) for step in (0, 2, 4, 6, 8)])
 
 

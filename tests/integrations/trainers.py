@@ -12,13 +12,17 @@ from tests.integrations.parts import LR, Mean, Numbers
 
 
 class Watch(TrainerCallback):
-    """Writes down each optimizer step: its samples, learning rate, and what it did to `w`."""
+    """Writes down each optimizer step: its samples, learning rate, and what it did to `w`.
+
+    And the number of steps of the whole run, as the Trainer knows it after each.
+    """
 
     def __init__(self, model: Mean) -> None:
         self.model = model
         self.steps: list[list[int]] = []
         self.lrs: list[float] = []
         self.ws = [model.w.detach().clone()]
+        self.ends: list[int] = []
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.lrs.append(kwargs["optimizer"].param_groups[0]["lr"])
@@ -26,6 +30,7 @@ class Watch(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.steps.append(self.model.ids)
         self.model.ids = []
+        self.ends.append(state.max_steps)
         self.ws.append(self.model.w.detach().clone())
 
     @property
