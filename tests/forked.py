@@ -152,7 +152,7 @@ def _main(
     process._parent_process = None
     gc.freeze()
     if "--warm" in command or "demo" in command:
-        _keep_template()
+        keep_template()
     how = RUN.get(command[0], _script)
     sys.argv = command if how is _script else command[1:]
     try:
@@ -164,8 +164,8 @@ def _main(
         raise
 
 
-def _keep_template() -> None:
-    """Fork the process that will be the program's own fork server, once it asks for one."""
+def keep_template() -> None:
+    """Fork the process that will be the program's own fork server, the first that it asks for."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -181,6 +181,7 @@ def _keep_template() -> None:
         ours.sendall(len(told).to_bytes(8, "little") + told)
         reduction.sendfds(ours, fds)
         ours.close()
+        util.spawnv_passfds = spawn
         return pid
 
     util.spawnv_passfds = fork

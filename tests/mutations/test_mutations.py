@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,46 +71,71 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def run_gate(
-    copy: Path, tests: list[str], seconds: float = SECONDS
-) -> subprocess.CompletedProcess[str]:
-    """Run these tests of the copy as the gate does, and stop at the first that fails."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(copy / "src"), str(copy)])}
-    # Bytecode is valid by time and size, and a mutation can change neither.
-    env |= {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_PROFILE": "ci"}
-    env = {name: value for name, value in env.items() if not name.startswith("PYTEST_")}
-    env.pop("PYTHONPYCACHEPREFIX", None)
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not nightly", f"--rootdir={copy}"]
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *tests],
-        cwd=copy,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
+class Gate:
+    """Runs tests of a copy of the repository as the gate does, up to the first that fails."""
+
+    def __init__(self, copy: Path) -> None:
+        self._copy = copy
+        # What a new interpreter would import each time, which is most of what a test takes.
+        stem = ROOT / "tests/mutation_stem.py"
+        self._stem = subprocess.Popen(
+            [sys.executable, str(stem)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, tests: list[str], seconds: float = SECONDS) -> tuple[int, str]:
+        """The exit code of pytest, and what it has printed."""
+        copy, output = self._copy, self._copy / "output"
+        paths = [str(copy / "src"), str(copy)]
+        env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        # Bytecode is valid by time and size, and a mutation can change neither.
+        env |= {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_PROFILE": "ci"}
+        env["PYTHONPATH"] = os.pathsep.join(paths)
+        env.pop("PYTHONPYCACHEPREFIX", None)
+        args = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not nightly", f"--rootdir={copy}"]
+        said = {"args": [*args, *tests], "env": env, "cwd": str(copy), "paths": paths}
+        assert self._stem.stdin is not None
+        assert self._stem.stdout is not None
+        print(json.dumps(said | {"output": str(output)}), file=self._stem.stdin, flush=True)
+        group = int(self._stem.stdout.readline())
+        late = threading.Timer(seconds, os.killpg, (group, signal.SIGKILL))
+        late.start()
+        code = int(self._stem.stdout.readline())
+        late.cancel()
+        return code, output.read_text(errors="replace")
+
+    def close(self) -> None:
+        assert self._stem.stdin is not None
+        self._stem.stdin.close()
+        self._stem.wait(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def gate(copy: Path) -> Iterator[Gate]:
+    gate = Gate(copy)
+    yield gate
+    gate.close()
 
 
 @pytest.mark.nightly(part="mutations")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("room", sorted(set(map(room_of, MUTATIONS))))
-def test_named_tests_pass_without_a_mutation(copy, room):
+def test_named_tests_pass_without_a_mutation(gate, room):
     tests = {mutation.test for mutation in MUTATIONS if room_of(mutation) == room}
-    done = run_gate(copy, sorted(tests), seconds=1700)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    code, output = gate.run(sorted(tests), seconds=1700)
+    assert code == 0, output[-5000:]
 
 
 @pytest.mark.nightly(part="mutations")
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=promises)
-def test_the_named_test_fails(copy, mutation):
+def test_the_named_test_fails(copy, gate, mutation):
     path = copy / "src" / "resilin" / mutation.path
     text = path.read_text()
     try:
         path.write_text(text.replace(mutation.old, mutation.new))
-        done = run_gate(copy, [mutation.test])
+        code, output = gate.run([mutation.test])
     finally:
         path.write_text(text)
     # 1: a test has failed. Others are an edit that cannot be imported, or no test of this name in
     # the gate.
-    assert done.returncode == 1, done.stdout[-5000:] + done.stderr[-2000:]
-    assert " failed" in done.stdout or " error" in done.stdout, done.stdout[-5000:]
+    assert code == 1, output[-5000:]
+    assert " failed" in output or " error" in output, output[-5000:]

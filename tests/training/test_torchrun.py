@@ -52,7 +52,7 @@ def kill(pid, number):
     return True
 
 
-def wait_for(condition, folder, seconds=60):
+def wait_for(condition, folder, seconds=200):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if value := condition():
