@@ -1,7 +1,8 @@
 """Cost of the elastic step: processor time per optimizer step, over that of plain DDP.
 
     python benchmarks/overhead.py [--quick] [--check]
-                                  [--peers | --telemetry | --identity | --live | --fsdp]
+                                  [--peers | --telemetry | --identity | --optimizers | --live |
+                                   --fsdp]
                                   [--minutes N]
 
 Models of 67k, 4M and 25M parameters and one of 64 layers, on 1 and 2 processes. A process has
@@ -26,9 +27,10 @@ With `--peers`, FairScale's AdaScale and AdaptDL take turns too, if they are ins
 processes, because nobody can tell AdaptDL to accumulate just two micro-batches on one. With
 `--telemetry` the equal contenders are resilin without an event log, beside one with it; the loss of
 each step is recorded by all of them. With `--identity` they are resilin that takes the batch handed
-out last for the one that is trained, beside one that looks. With `--live` they are resilin as
-`resilin run` starts it, beside the same in a live job whose members stay. With `--fsdp` the model
-is sharded over two processes with `fully_shard`, and `plain` is plain FSDP2.
+out last for the one that is trained, beside one that looks. With `--optimizers` they have one
+optimizer of two groups, beside two optimizers that step one after the other. With `--live` they are
+resilin as `resilin run` starts it, beside the same in a live job whose members stay. With `--fsdp`
+the model is sharded over two processes with `fully_shard`, and `plain` is plain FSDP2.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from typing import Any
 import torch
 from contest import Contender, Outcome, contest
 from harness import finish
-from overhead_jobs import CONTENDERS, IDENTITY, LIVE, PEERS, SHARDED, TELEMETRY, Model
+from overhead_jobs import CONTENDERS, IDENTITY, LIVE, PEERS, SEVERAL, SHARDED, TELEMETRY, Model
 from ratios import Ratio, Verdict, verdict
 
 MODELS = {
@@ -71,6 +73,7 @@ FSDP_LIMITS = {
 }
 TELEMETRY_LIMIT = 1.01
 IDENTITY_LIMIT = 1.005
+OPTIMIZERS_LIMIT = 1.05
 LIVE_LIMIT = 1.02
 MINUTES = 60.0
 QUICK_MINUTES = 1.0
@@ -78,7 +81,7 @@ QUICK_MINUTES = 1.0
 
 def contenders_of(model: Model, world: int, args: argparse.Namespace) -> dict[str, Contender]:
     chosen = TELEMETRY if args.telemetry else LIVE if args.live else CONTENDERS
-    chosen = IDENTITY if args.identity else chosen
+    chosen = IDENTITY if args.identity else SEVERAL if args.optimizers else chosen
     makers = dict(SHARDED if args.fsdp else chosen)
     model = replace(model, sharded=args.fsdp)
     if args.peers:
@@ -135,6 +138,7 @@ def main() -> None:
     others.add_argument("--peers", action="store_true", help="measure FairScale and AdaptDL, too")
     others.add_argument("--telemetry", action="store_true", help="measure what events cost")
     others.add_argument("--identity", action="store_true", help="measure telling batches apart")
+    others.add_argument("--optimizers", action="store_true", help="measure two over a joint one")
     others.add_argument("--live", action="store_true", help="measure live over restarting jobs")
     others.add_argument("--fsdp", action="store_true", help="measure sharded models, over FSDP2")
     args = parser.parse_args()
@@ -153,6 +157,8 @@ def main() -> None:
         name, equal = "telemetry", ("without", "without_again")
     elif args.identity:
         name, equal = "identity", ("without", "without_again")
+    elif args.optimizers:
+        name, equal = "optimizers", ("joint", "joint_again")
     elif args.live:
         name, equal = "overhead_live", ("restart", "restart_again")
     elif args.fsdp:
@@ -171,9 +177,10 @@ def main() -> None:
         for kind, ratio in ratios_of(outcome).items():
             key = f"{row}_{kind}"
             limit = (FSDP_LIMITS if args.fsdp else LIMITS).get(key)
-            if args.telemetry or args.live or args.identity:
+            if args.telemetry or args.live or args.identity or args.optimizers:
                 limit = LIVE_LIMIT if args.live else TELEMETRY_LIMIT
                 limit = IDENTITY_LIMIT if args.identity else limit
+                limit = OPTIMIZERS_LIMIT if args.optimizers else limit
             if limit is not None:
                 limits[key] = limit
                 verdicts[key] = figures[f"{key}_verdict"] = verdict(ratio, limit, outcome.control)

@@ -160,26 +160,36 @@ def synced(model: Model, ddp: DistributedDataParallel, optimizer: Any) -> Steps:
             yield
 
 
+Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
+
+
 def ours(
-    model: Model, stats_every: int | Literal["auto"] = "auto", *, records: bool = False
+    model: Model,
+    stats_every: int | Literal["auto"] = "auto",
+    *,
+    records: bool = False,
+    optimizers_of: Optimizers | None = None,
 ) -> Steps:
     """A script for `resilin run`, with an autoscaler that may choose among one batch size."""
     resilin.init_process_group("gloo")
     net, optimizer = model.make()
+    optimizers = [optimizer] if optimizers_of is None else optimizers_of(net)
     num = micro_batches(world_size())
     batch_size = LOCAL_BATCH * num * world_size()
     loader = resilin.AdaptiveDataLoader(
         Samples(model), batch_size, shuffle=True, max_local_bsz=LOCAL_BATCH, collate_fn=as_it_is
     )
     loader.autoscale_batch_size(batch_size)
-    adaptive = resilin.AdaptiveDataParallel(net, optimizer, stats_every=stats_every)
+    adaptive = resilin.AdaptiveDataParallel(net, optimizers, stats_every=stats_every)
     index = 0
     for _ in resilin.remaining_epochs_until(10**9):
         for x, y in loader:
             loss = F.cross_entropy(adaptive(x), y)
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
             if records:
                 resilin.record(loss=loss)
             index += 1
@@ -197,6 +207,21 @@ def without_identity(model: Model) -> Steps:
     Iterations.follow = lambda *_, **__: None  # type: ignore[method-assign]
     Passes._read = lambda _, current: current.steps  # type: ignore[method-assign]
     return ours(model)
+
+
+def halves(net: nn.Module) -> list[list[Tensor]]:
+    """The matrices and the rest, as Muon and AdamW have them."""
+    parameters = list(net.parameters())
+    return [[p for p in parameters if p.dim() == 2], [p for p in parameters if p.dim() < 2]]
+
+
+def one_of_two_groups(net: nn.Module) -> list[torch.optim.Optimizer]:
+    groups = [{"params": half} for half in halves(net)]
+    return [torch.optim.SGD(groups, lr=0.01, momentum=0.9)]
+
+
+def two(net: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(half, lr=0.01, momentum=0.9) for half in halves(net)]
 
 
 LAUNCHERS: list[subprocess.Popen[bytes]] = []
@@ -284,6 +309,11 @@ SHARDED: dict[str, Callable[[Model], Steps]] = {
     "control": plain_sharded,
     "default": ours,
     "every": lambda model: ours(model, 1),
+}
+SEVERAL: dict[str, Callable[[Model], Steps]] = {
+    "joint": lambda model: ours(model, optimizers_of=one_of_two_groups),
+    "joint_again": lambda model: ours(model, optimizers_of=one_of_two_groups),
+    "two": lambda model: ours(model, optimizers_of=two),
 }
 LIVE: dict[str, Callable[[Model], Steps]] = {"restart": ours, "restart_again": ours, "live": live}
 PEERS: dict[str, Callable[[Model], Steps]] = {"fairscale": fairscale, "adaptdl": adaptdl}

@@ -3,8 +3,9 @@
     python tests/killed.py EXAMPLE RESULT [--rank RANK --at PLACE --call NUMBER] [ARGUMENTS]
 
 The worker with that rank is killed the first time that the job runs: before a call of the wrapped
-model (`training` or `evaluation`), or before or after it renames a file (`writing`, `written`). The
-process that reports for the job writes the parameters of the module that `main()` returns.
+model (`training` or `evaluation`), before or after it renames a file (`writing`, `written`), or
+before an optimizer of that name steps, such as `AdamW`. The process that reports for the job writes
+the parameters of the module that `main()` returns.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import resilin
 
@@ -59,6 +61,7 @@ def main() -> None:
         if Path(target).suffix == ".pt":
             die("written")
 
+    register_optimizer_step_pre_hook(lambda optimizer, *_: die(type(optimizer).__name__))
     resilin.AdaptiveDataParallel.forward, os.replace = dying_forward, dying_replace
     module = runpy.run_path(str(args.example))["main"]()
     if resilin.current_job().engine.membership.is_first:

@@ -34,6 +34,7 @@ def test_the_public_names_are_frozen():
         "check_split",
         "checkpoint_to",
         "current_job",
+        "describe",
         "events_to",
         "hints",
         "init_process_group",
@@ -65,13 +66,14 @@ def test_torch_stays_unloaded(statement):
     assert python(f"import sys; {statement}; print('torch' in sys.modules)") == "False"
 
 
-def test_the_core_imports_in_less_than_300_ms():
+def test_the_core_imports_in_less_time_than_numpy():
+    """0.26 s for both where this was written; a machine may be several times slower."""
     code = (
-        "import time; start = time.process_time(); import resilin.core; "
-        "print(time.process_time() - start)"
+        "import time; start = time.process_time(); import numpy; middle = time.process_time(); "
+        "import resilin.core; print((time.process_time() - middle) / (middle - start))"
     )
     # Its own time: the machine may be busy with something else.
-    assert min(float(python(code)) for _ in range(5)) < 0.3
+    assert min(float(python(code)) for _ in range(5)) < 1.0
 
 
 def test_the_keras_integration_is_an_attribute_that_loads_no_keras():

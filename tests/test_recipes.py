@@ -54,6 +54,23 @@ def test_players_that_take_turns_end_as_if_nobody_was_killed(tmp_path, example, 
     assert relative_distance(found, expected) < 1e-12
 
 
+def test_a_worker_may_be_killed_between_two_optimizers_of_a_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["muon_and_adamw.py", "--double"])
+    whole = runpy.run_path(str(EXAMPLES / "muon_and_adamw.py"))["main"]()
+    for live, rank in ((True, 1), (False, 0)):
+        found = launch(
+            "muon_and_adamw.py",
+            tmp_path / f"found-{live}",
+            *["--live"] * live,
+            at="AdamW",
+            call=20,
+            rank=rank,
+            arguments=["--double"],
+        )
+        assert (tmp_path / f"found-{live}.killed").read_text() == "19"
+        assert relative_distance(found, whole.parameters()) < 1e-12
+
+
 @pytest.fixture(scope="module")
 def best(tmp_path_factory):
     """The file with the best model of an undisturbed run, and the parameters at its end."""

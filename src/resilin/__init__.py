@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from resilin.core.trace import BatchTrace, CapacityTrace
     from resilin.engine.group import init_process_group
     from resilin.training.data.sampling import sample_generator, sample_rng
+    from resilin.training.gates.describe import describe
     from resilin.training.gates.optimizer import accumulate
     from resilin.training.job import current_job, reset_job
     from resilin.training.loader import AdaptiveDataLoader
@@ -54,6 +55,7 @@ _HOMES = {
     "check_split": "resilin.training.script.plan",
     "checkpoint_to": "resilin.training.script.checkpoints",
     "current_job": "resilin.training.job",
+    "describe": "resilin.training.gates.describe",
     "events_to": "resilin.training.script.events",
     "hints": "resilin.training.script.plan",
     "init_process_group": "resilin.engine.group",
@@ -88,6 +90,7 @@ __all__ = [
     "check_split",
     "checkpoint_to",
     "current_job",
+    "describe",
     "events_to",
     "hints",
     "init_process_group",

@@ -153,6 +153,7 @@ def test_each_rule_has_its_clock():
         "adascale": "progress",
         "sgdscale": "progress",
         "adamscale": "progress",
+        "muonscale": "progress",
         "surge": "progress",
     }
     for name in NAMED:
@@ -220,9 +221,12 @@ def test_defaults_by_optimizer():
         warnings.simplefilter("error")
         assert default_rule("SGD") == get_rule("adascale")
         assert default_rule("Adam") == default_rule("AdamW") == get_rule("adamscale")
-    for weak in ("Adafactor", "Lion", "Muon"):
+    for weak in ("Adafactor", "Lion"):
         with pytest.warns(WeakEvidenceWarning, match=weak):
             assert default_rule(weak) == PowerRule(0.5, 0.5)
+    for muon in ("Muon", "MuonAdamW"):
+        with pytest.warns(WeakEvidenceWarning, match=muon):
+            assert default_rule(muon) == get_rule("muonscale")
     with pytest.raises(ValueError, match="no default rule for optimizer 'LBFGS'"):
         default_rule("LBFGS")
 

@@ -35,8 +35,12 @@ class Oracle:
         self.data = parts.train_data(program)
         self.test = parts.test_data(program)
         self.net = parts.make_net(program)
-        self.optimizer = parts.make_optimizer(program, self.net)
-        self.scheduler = parts.make_scheduler(program, self.optimizer)
+        self.optimizers = parts.make_optimizers(program, self.net)
+        self.schedulers = [
+            parts.make_scheduler(program, optimizer)
+            for optimizer in self.optimizers
+            if program.scheduler != "none"
+        ]
         self.scaler = parts.make_scaler() if program.scaler else None
         self.ema = parts.Ema(self.net) if program.ema else None
         self.history = parts.History()
@@ -51,15 +55,14 @@ class Oracle:
                 self.history.append(self.epoch_samples)
             if p.evaluate != "none" and p.evaluate_every is None:
                 self._evaluate()
-            if self.scheduler is not None and p.schedule == "epoch":
-                if p.scheduler == "ReduceLROnPlateau":
-                    self.scheduler.step(self.history.values[-1])
-                else:
-                    self.scheduler.step()
+            if p.schedule == "epoch":
+                told = self.history.values[-1:] if p.scheduler == "ReduceLROnPlateau" else ()
+                for scheduler in self.schedulers:
+                    scheduler.step(*told)
         return parts.final_state(
             self.net,
-            self.optimizer,
-            self.scheduler,
+            self.optimizers,
+            self.schedulers,
             self.scaler,
             self.ema,
             self.history,
@@ -118,8 +121,9 @@ class Oracle:
             self.epoch_samples += len(span)
             committed = self._step(span)
             self.cursor = span.stop
-            if self.scheduler is not None and p.schedule == "step":
-                self.scheduler.step()
+            if p.schedule == "step":
+                for scheduler in self.schedulers:
+                    scheduler.step()
             if not committed:
                 continue
             if self.ema is not None:
@@ -137,13 +141,13 @@ class Oracle:
         return self.cursor < end and self._span().start < end
 
     def _step(self, span: range) -> bool:
-        """One batch. Returns whether the optimizer stepped; a GradScaler may have skipped it."""
+        """One batch. Returns whether an optimizer stepped; a GradScaler may have skipped them."""
         p = self.p
         indices = torch.as_tensor(self.stream.indices(span))
         if p.bad != "none":
             indices = indices[indices != parts.BAD]
         x, y, idx, weight = (tensor[indices] for tensor in self.data.tensors)
-        self.optimizer.zero_grad()
+        self.net.zero_grad()
         out, seen = self.net(x, idx)
         loss = parts.sample_loss(p, out, y, seen, weight)
         if self.scaler is not None:
@@ -155,7 +159,8 @@ class Oracle:
             scale = min(scale, float(math.ceil(len(span) / p.batch_size)))
         if p.clip != "none":
             if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
+                for optimizer in self.optimizers:
+                    self.scaler.unscale_(optimizer)
             invariant = parts.MAX_NORM / math.sqrt(min(1.0, scale))
             norm = {
                 "fixed": parts.MAX_NORM,
@@ -163,17 +168,16 @@ class Oracle:
                 "loosen": max(parts.MAX_NORM, invariant),
             }[p.clip]
             torch.nn.utils.clip_grad_norm_(self.net.parameters(), norm)
-        own = [dict(group) for group in self.optimizer.param_groups]
-        self._apply_rule(scale)
-        committed = True
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            before = self.scaler.get_scale()
-            self.scaler.step(self.optimizer)
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        own = [dict(group) for group in groups]
+        for number, optimizer in enumerate(self.optimizers):
+            before = sum(len(other.param_groups) for other in self.optimizers[:number])
+            self._apply_rule(scale, optimizer, (p.optimizer, *p.others)[number], before)
+        made_by = list(map(self._stepped, self.optimizers))
+        if self.scaler is not None:
             self.scaler.update()
-            committed = self.scaler.get_scale() >= before
-        for group, before_step in zip(self.optimizer.param_groups, own, strict=True):
+        committed = any(made_by)
+        for group, before_step in zip(groups, own, strict=True):
             group.update({k: before_step[k] for k in before_step if k != "params"})
         if not committed:
             return False
@@ -181,7 +185,7 @@ class Oracle:
         before_time, self.sample_steps = self.sample_steps, self.sample_steps + made
         self.steps += 1
         self.samples += len(indices)
-        if self.scheduler is not None and p.schedule == "clock":
+        if p.schedule == "clock":
             # It ends with the run, also where the last batch reaches into the next epoch.
             n, b = p.num_samples, p.batch_size
             per_epoch = {"straddle": n / b, "drop": n // b, "short": -(-n // b)}[p.tail]
@@ -189,17 +193,32 @@ class Oracle:
                 math.floor(min(time, p.epochs * per_epoch) + ROUNDING)
                 for time in (before_time, self.sample_steps)
             )
-            for _ in range(now - before_time):
-                self.scheduler.step()
+            for scheduler in self.schedulers:
+                for _ in range(now - before_time):
+                    scheduler.step()
         return True
 
-    def _apply_rule(self, scale: float) -> None:
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this optimizer has stepped: torch leaves it alone where its part overflows."""
+        if self.scaler is None:
+            optimizer.step()
+            return True
+        called = []
+        handle = optimizer.register_step_pre_hook(lambda *_: called.append(True))
+        self.scaler.step(optimizer)
+        handle.remove()
+        return bool(called)
+
+    def _apply_rule(
+        self, scale: float, optimizer: torch.optim.Optimizer, kind: str, before: int
+    ) -> None:
+        """Applies the rule to an optimizer, whose groups come after `before` others."""
         rule = self.p.rule
         if self.diary is not None:
             told = self.diary[self.steps]
-            for number, group in enumerate(self.optimizer.param_groups):
+            for number, group in enumerate(optimizer.param_groups, before):
                 group["lr"] *= told["lr"][number]
-                if self.p.optimizer != "adam":
+                if kind != "adam":
                     group["weight_decay"] *= told["weight_decay"][number]
                 if "betas" in group:
                     power = told["beta_power"][number]
@@ -207,7 +226,7 @@ class Oracle:
                 if group.get("momentum"):
                     self._scale_momentum(group, told["momentum_power"][number])
             return
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             factor = {"constant": 1.0, "linear": scale, "sqrt": scale**0.5, "malladi": scale**0.5}
             if rule == "legw":
                 warm = min(1.0, (self.sample_steps + scale) / (parts.WARMUP * scale))
@@ -215,7 +234,7 @@ class Oracle:
             else:
                 lr = factor[rule]
             group["lr"] *= lr
-            if rule == "sqrt" and self.p.optimizer != "adam":
+            if rule == "sqrt" and kind != "adam":
                 # L2 in Adam is divided by the gradient's own size, so it has no factor.
                 group["weight_decay"] *= scale / lr
             if rule == "malladi" and "betas" in group:

@@ -205,25 +205,48 @@ def freeze(p: Program, net: Net, epoch: int) -> None:
 
 
 def make_optimizer(p: Program, net: Net) -> torch.optim.Optimizer:
+    (optimizer,) = make_optimizers(p, net)
+    return optimizer
+
+
+def make_optimizers(p: Program, net: Net) -> list[torch.optim.Optimizer]:
+    """The optimizer of the first group, and those of the next ones; the last has all the rest."""
     body = [q for name, q in net.named_parameters() if name != "seen"]
     half = 1 + len(body) // 2 if p.groups == 2 else len(body)
     groups: list[dict[str, Any]] = [{"params": body[:half]}]
     if body[half:]:
         groups.append({"params": body[half:], "lr": 0.01, "weight_decay": 0.002})
-    if p.optimizer in ("adam", "adamw"):
-        make = torch.optim.Adam if p.optimizer == "adam" else torch.optim.AdamW
-        groups.append({"params": [net.seen], "lr": 0.1, "weight_decay": 0.0})
+    groups.append({"params": [net.seen]})
+    kinds = (p.optimizer, *p.others)[: len(groups)]
+    made = []
+    for number, kind in enumerate(kinds):
+        last = number == len(kinds) - 1
+        made.append(_optimizer(p, kind, groups[number : None if last else number + 1], net.seen))
+    return made
+
+
+def _optimizer(
+    p: Program, kind: str, groups: list[dict[str, Any]], seen: Tensor
+) -> torch.optim.Optimizer:
+    counting = [group for group in groups if group["params"][0] is seen]
+    if kind in ("adam", "adamw"):
+        for group in counting:
+            group.update(lr=0.1, weight_decay=0.0)
+        make = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
         return make(groups, lr=0.02, weight_decay=p.weight_decay)
-    groups.append({"params": [net.seen], "lr": 1.0, "momentum": 0, "weight_decay": 0})
-    if p.optimizer == "nesterov":
-        groups[-1]["nesterov"] = False
+    for group in counting:
+        group.update(lr=1.0, momentum=0, weight_decay=0, nesterov=False)
     return torch.optim.SGD(
         groups,
         lr=0.02,
-        momentum=0.0 if p.optimizer == "sgd" else 0.9,
-        nesterov=p.optimizer == "nesterov",
+        momentum=0.0 if kind == "sgd" else 0.9,
+        nesterov=kind == "nesterov",
         weight_decay=p.weight_decay,
     )
+
+
+def each(one_or_several: Any) -> list[Any]:
+    return one_or_several if isinstance(one_or_several, list) else [one_or_several]
 
 
 def make_scheduler(p: Program, optimizer: torch.optim.Optimizer) -> Any:
@@ -236,7 +259,7 @@ def make_scheduler(p: Program, optimizer: torch.optim.Optimizer) -> Any:
         "step": p.epochs * p.num_samples + 1,
     }[p.schedule]
     lrs = [group["lr"] for group in optimizer.param_groups]
-    momentum = p.optimizer not in ("sgd", "momentum", "nesterov")
+    momentum = not isinstance(optimizer, torch.optim.SGD)
     third = max(1, total // 3)
     make = getattr(schedulers, p.scheduler)
     arguments: dict[str, Any] = {
@@ -372,7 +395,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def final_state(
     net: Net,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
     scheduler: Any,
     scaler: Any,
     ema: Ema | None,
@@ -380,19 +403,22 @@ def final_state(
     steps: int,
     samples: int,
 ) -> dict[str, Any]:
-    """What must be the same in the script and in the oracle."""
+    """What must be the same in the script and in the oracle. There may be several optimizers."""
     state: dict[str, Any] = {
         "parameters": {name: whole(q).clone() for name, q in net.named_parameters()},
-        "optimizer": plain(optimizer.state_dict()),
+        "optimizer": [plain(own.state_dict()) for own in each(optimizer)],
         "history": list(history.values),
         "steps": steps,
         "samples": samples,
     }
-    if scheduler is not None:
-        state["scheduler"] = {
-            "last_epoch": getattr(scheduler, "last_epoch", None),
-            "last_lr": list(scheduler.get_last_lr()),
-        }
+    if scheduler not in (None, []):
+        state["scheduler"] = [
+            {
+                "last_epoch": getattr(own, "last_epoch", None),
+                "last_lr": list(own.get_last_lr()),
+            }
+            for own in each(scheduler)
+        ]
     if scaler is not None:
         state["scaler"] = plain(scaler.state_dict())
     if ema is not None:

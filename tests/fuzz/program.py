@@ -27,6 +27,7 @@ HOOKS = (
     "batch",
     "forward",
     "backward",
+    "between",
     "stepped",
     "zeroed",
     "epoch_end",
@@ -132,6 +133,11 @@ class Program:
     """`sgd`, `momentum`, `nesterov`, `adam`, `adamw`."""
     groups: int = 1
     """Parameter groups besides that of the sample counts."""
+    others: tuple[str, ...] = ()
+    """Kinds of more optimizers: the first one has the first group, the last one all the rest."""
+    order: str = "together"
+    """How several of them step: `together` and then they are zeroed, `reversed`, or
+    `interleaved` with that."""
     weight_decay: float = 0.0
     rule: str = "linear"
     """A static rule: `constant`, `linear`, `sqrt`, `malladi`, `legw`; or an adaptive one."""
@@ -334,6 +340,11 @@ def generate(seed: int, *, max_world: int = 4, kills: bool = True) -> Case:
         fields["stats_every"] = dice.randint(1, 3)
         if chance(0.4):
             fields["sizes"] = "auto"
+    if chance(0.25):
+        kinds = ("sgd", "momentum", "nesterov", "adam", "adamw")
+        number = dice.randint(1, fields.get("groups", 1))
+        fields["others"] = tuple(dice.choice(kinds) for _ in range(number))
+        fields["order"] = dice.choice(("together", "reversed", "interleaved"))
     fields["recreate"] = chance(0.08)
     if chance(0.08):
         fields["bad"] = dice.choice(("skip", "raise"))
@@ -451,7 +462,16 @@ def possible(case: Case) -> Case:
     if p.stats_every != "auto" and p.clip in ("loosen", "invariant"):
         # The threshold would follow noise that the oracle does not know.
         fixes["clip"] = "fixed"
-    if p.rule == "sgdscale" and p.optimizer in ("adam", "adamw"):
+    if p.others:
+        fixes["others"] = p.others[: p.groups]
+        if p.closure:
+            fixes["closure"] = False
+        if p.order == "interleaved" and p.zero == "model":
+            # It zeroes all of them.
+            fixes["zero"] = "optimizer"
+    elif p.order != "together":
+        fixes["order"] = "together"
+    if p.rule == "sgdscale" and not {p.optimizer, *p.others}.isdisjoint(("adam", "adamw")):
         # Refused: their momentum is a beta.
         fixes["rule"] = "adascale"
     if p.sizes == "auto" and not p.adaptive:

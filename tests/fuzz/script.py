@@ -27,8 +27,13 @@ def write(p: Program) -> str:
     add("net = parts.make_net(p)")
     if p.shard != "none":
         add("parts.shard(p, net)")
-    add("optimizer = parts.make_optimizer(p, net)")
-    add(f"scheduler = {'parts.make_scheduler(p, optimizer)' if p.scheduler != 'none' else None}")
+    if p.others:
+        add("optimizer = optimizers = parts.make_optimizers(p, net)")
+        made = "[parts.make_scheduler(p, each) for each in optimizers]"
+    else:
+        add("optimizer = parts.make_optimizer(p, net)")
+        made = "parts.make_scheduler(p, optimizer)"
+    add(f"scheduler = {made if p.scheduler != 'none' else None}")
     add(f"scaler = {'parts.make_scaler()' if p.scaler else None}")
     lines += _wrap(p)
     if not p.recreate:
@@ -178,7 +183,7 @@ def _loop(p: Program) -> list[str]:
     add("        x, y, idx, weight = parts.unpack(batch)")
     add("        before = model.clock.steps")
     if p.zero_first:
-        add(f"        {p.zero}.zero_grad()")
+        lines += _zero(p)
     body = []
     if p.weights == "model_weight":
         body.append("with model.weight(float(weight.sum())):")
@@ -212,21 +217,19 @@ def _loop(p: Program) -> list[str]:
         add('        stats["samples"] += loader.current_samples')
     if p.clip != "none":
         if p.scaler:
-            add("        scaler.unscale_(optimizer)")
+            lines += _each(p, "scaler.unscale_(optimizer)")
         add(f"        model.clip_grad_norm_(parts.MAX_NORM, policy={p.clip!r})")
     if p.closure:
         add("        optimizer.step(closure)")
-    elif p.scaler:
-        add("        scaler.step(optimizer)")
-        add("        scaler.update()")
     else:
-        add("        optimizer.step()")
+        lines += _steps(p)
     add('        kill_point("stepped")')
     if not p.zero_first:
-        add(f"        {p.zero}.zero_grad()")
+        if p.order != "interleaved":
+            lines += _zero(p)
         add('        kill_point("zeroed")')
     if p.scheduler != "none" and p.schedule == "step":
-        add("        scheduler.step()")
+        lines += _each(p, "scheduler.step()")
     inner = p.evaluate != "none" and p.evaluate_every is not None
     if p.ema or inner or p.break_after is not None or p.adaptive:
         add("        if model.clock.steps > before:")
@@ -247,7 +250,33 @@ def _loop(p: Program) -> list[str]:
     if p.evaluate != "none" and not inner:
         add("    evaluate()")
     if p.scheduler == "ReduceLROnPlateau":
-        add("    scheduler.step(history.values[-1])")
+        lines += _each(p, "scheduler.step(history.values[-1])", "    ")
     elif p.scheduler != "none" and p.schedule == "epoch":
-        add("    scheduler.step()")
+        lines += _each(p, "scheduler.step()", "    ")
     return lines
+
+
+def _each(p: Program, call: str, indent: str = " " * 8) -> list[str]:
+    """A call of the optimizer or its scheduler, or of each of them."""
+    if not p.others:
+        return [indent + call]
+    name = "scheduler" if "scheduler" in call else "optimizer"
+    loop = f"for each in {'optimizers' if name == 'optimizer' else 'scheduler'}:"
+    return [indent + loop, indent + "    " + call.replace(name, "each")]
+
+
+def _zero(p: Program) -> list[str]:
+    return ["        model.zero_grad()"] if p.zero == "model" else _each(p, "optimizer.zero_grad()")
+
+
+def _steps(p: Program) -> list[str]:
+    call = "scaler.step(each)" if p.scaler else "each.step()"
+    if p.others:
+        every = "reversed(optimizers)" if p.order == "reversed" else "optimizers"
+        lines = [f"        for each in {every}:", f"            {call}"]
+        if p.order == "interleaved" and not p.zero_first:
+            lines.append("            each.zero_grad()")
+        lines.append('            kill_point("between")')
+    else:
+        lines = ["        " + call.replace("each", "optimizer"), '        kill_point("between")']
+    return lines + (["        scaler.update()"] if p.scaler else [])

@@ -222,8 +222,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="each parameter group has the rate of its own noise",
         path="core/rules.py",
-        old="rule.factors(Scaling(scale, gain(group, batch_size, reference), advance, elapsed))",
-        new="rule.factors(Scaling(scale, advance, advance, elapsed))",
+        old="own.factors(Scaling(scale, gain(group, batch_size, reference), advance, elapsed))",
+        new="own.factors(Scaling(scale, advance, advance, elapsed))",
         test="tests/core/test_rules.py::test_groups_have_their_own_rate_and_share_the_clock",
     ),
     Mutation(

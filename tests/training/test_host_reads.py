@@ -105,7 +105,7 @@ def test_prefetched_batches_are_copied_beside_the_steps_before_theirs(counted):
 
 
 def of_optimizer(self):
-    return self.optimizer.param_groups[0]["params"][0]
+    return self.optimizers[0].param_groups[0]["params"][0]
 
 
 def of_gradient(self):

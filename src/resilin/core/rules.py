@@ -186,6 +186,7 @@ RULES: Mapping[str, Callable[..., ScalingRule]] = MappingProxyType(
         "adascale": lambda: PowerRule(1, 1),
         "sgdscale": lambda: PowerRule(1, 1, momentum=True),
         "adamscale": lambda: PowerRule(0.5, 0.5, betas=True, weight_decay=True),
+        "muonscale": lambda: PowerRule(0.5, 0.5, betas=True, weight_decay=True, momentum=True),
         "surge": lambda: PowerRule(0.5, 1),
         "legw": LEGW,
     }
@@ -195,6 +196,7 @@ RULES: Mapping[str, Callable[..., ScalingRule]] = MappingProxyType(
 `sqrt` keeps Adam's betas and epsilon; the square-root rule of Malladi et al. (2022), which scales
 them too, is `PowerRule(0.5, betas=True, eps=True)`. `sgdscale` is `adascale` with a momentum that
 remembers as long as in the reference run, measured in progress; without momentum they are the same.
+So is `muonscale` for `adamscale`; it serves Muon, and AdamW in other groups of the same class.
 """
 
 
@@ -240,7 +242,16 @@ def rule_name(rule: ScalingRule) -> str:
 
 
 _STRONG = {"SGD": "adascale", "Adam": "adamscale", "AdamW": "adamscale"}
-_WEAK = ("Adafactor", "Adamax", "Lion", "Muon", "NAdam", "RAdam", "RMSprop")
+_WEAK = ("Adafactor", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop")
+_MUON = (
+    "Dion",
+    "DistMuon",
+    "Muon",
+    "MuonAdamW",
+    "MuonWithAuxAdam",
+    "SingleDeviceMuon",
+    "SingleDeviceMuonWithAuxAdam",
+)
 
 
 def default_rule(optimizer: str) -> ScalingRule:
@@ -261,14 +272,22 @@ def default_rule(optimizer: str) -> ScalingRule:
             WeakEvidenceWarning,
         )
         return PowerRule(0.5, 0.5)
+    if optimizer in _MUON:
+        warn(
+            f"the default rule for {optimizer}, muonscale, rests on weak evidence: one small task; "
+            "pass rule= to choose one yourself",
+            WeakEvidenceWarning,
+        )
+        return get_rule("muonscale")
     raise ValueError(
         f"no default rule for optimizer {optimizer!r} (there is one for "
-        f"{', '.join((*_STRONG, *_WEAK))}); pass rule= one of {', '.join(RULES)}, or your own"
+        f"{', '.join((*_STRONG, *_WEAK, *_MUON))}); pass rule= one of {', '.join(RULES)}, or your "
+        "own"
     )
 
 
 def group_factors(
-    rule: ScalingRule,
+    rule: ScalingRule | Sequence[ScalingRule],
     *,
     batch_size: float,
     reference: float,
@@ -281,7 +300,7 @@ def group_factors(
     time constant, follows the noise of the whole model.
 
     Args:
-        rule: The scaling rule.
+        rule: The scaling rule, or that of each group; all of them have the same clock.
         batch_size: Samples (or tokens) in the step.
         reference: The same for a reference step.
         noise: Noise of each parameter group; None where it is not known yet.
@@ -289,11 +308,12 @@ def group_factors(
     """
     scale = batch_size / reference
     advance = scale
-    if rule.clock == "progress":
+    rules = rule if isinstance(rule, Sequence) else (rule,) * len(noise)
+    if rules[0].clock == "progress":
         advance = gain(total_noise(noise), batch_size, reference)
     return tuple(
-        rule.factors(Scaling(scale, gain(group, batch_size, reference), advance, elapsed))
-        for group in noise
+        own.factors(Scaling(scale, gain(group, batch_size, reference), advance, elapsed))
+        for own, group in zip(rules, noise, strict=True)
     )
 
 

@@ -141,7 +141,11 @@ class Step(NamedTuple):
     result: Reduced | None = None
     """Outcome of its reduction, once its gradient is complete."""
     prepared: Any = None
-    """What it does to the optimizer, once that was asked for."""
+    """What it does to the optimizers, once that was asked for."""
+    turns: tuple[int, ...] = ()
+    """Numbers of the optimizers that are done with its gradient."""
+    made: bool = False
+    """Whether one of them has stepped; the others were skipped."""
     before: Outcome | None = None
     """How the step before has ended; None once the loop has asked for what follows it."""
     ended_at: int | None = None
@@ -332,6 +336,24 @@ class Step(NamedTuple):
         """Its gain and factors are known."""
         return self._replace(prepared=prepared)
 
+    def with_turn(self, number: int, *, made: bool) -> Step:
+        """An optimizer is done with its gradient.
+
+        Args:
+            number: Which of them.
+            made: Whether it has stepped.
+
+        Raises:
+            RuntimeError: It was done with it before.
+        """
+        if number in self.turns:
+            raise RuntimeError(AGAIN)
+        return self._replace(turns=(*self.turns, number), made=self.made or made)
+
+    def without_turns(self) -> Step:
+        """Nothing is known of its optimizers."""
+        return self._replace(turns=(), made=False)
+
     def leaving(self) -> Step:
         """This replica leaves it without its last backward pass: no replica makes it."""
         return self._replace(skips=True, result=SKIPPED)
@@ -398,6 +420,10 @@ NOT_STEPPED = (
     "accumulation by hand? The loader hands out micro-batches and the model accumulates them; "
     "call optimizer.step() after each backward pass, which waits where it has to. To leave a step "
     "on purpose, call optimizer.zero_grad() on all replicas"
+)
+AGAIN = (
+    "an optimizer steps a second time with the gradient of one step, before the others have "
+    "stepped; step each of them once per backward pass"
 )
 TWICE = (
     "a micro-batch is trained a second time after optimizer.step(), which has waited for the other "

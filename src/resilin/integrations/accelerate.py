@@ -11,7 +11,7 @@ batch size and any number of processes. With an FSDP plugin of version 2 Acceler
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -53,11 +53,12 @@ def prepare(
 ) -> tuple[Any, ...]:
     """Prepare the parts of an elastic training loop, as `accelerator.prepare` does.
 
-    Give it the model, its optimizer, the `AdaptiveDataLoader` that trains, and a scheduler if there
-    is one, in any order; other objects, such as loaders for evaluation, go to
-    `accelerator.prepare`. The loop stays as it is. `accelerator.save_state` and `load_state` then
-    also carry clocks, cursor and noise, so that a loop over `resilin.remaining_epochs_until`
-    resumes in the middle of an epoch, at another number of processes.
+    Give it the model, its optimizer or several that step on one backward pass, the
+    `AdaptiveDataLoader` that trains, and a scheduler of each optimizer if there is one, in any
+    order; other objects, such as loaders for evaluation, go to `accelerator.prepare`. The loop
+    stays as it is. `accelerator.save_state` and `load_state` then also carry clocks, cursor and
+    noise, so that a loop over `resilin.remaining_epochs_until` resumes in the middle of an epoch,
+    at another number of processes.
 
     A scheduler is written per step of the reference batch. Its clock steps it; `scheduler.step()`
     may stay in the body of the loop and does nothing. Outside the loop over the data it is an
@@ -79,15 +80,17 @@ def prepare(
     """
     refuse(accelerator)
     model = _only("model", nn.Module, things)
-    optimizer = _only("optimizer", Optimizer, things)
+    optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
+    if len(optimizers) > 1:
+        _refuse_several(accelerator)
     loader = _only("AdaptiveDataLoader", AdaptiveDataLoader, things)
-    scheduler = _only("scheduler", LRScheduler, things, optional=True)
+    schedulers = [thing for thing in things if isinstance(thing, LRScheduler)]
     if any(isinstance(each, _accelerate_scheduler.AcceleratedScheduler) for each in things):
         raise ValueError(
             "the scheduler is an AcceleratedScheduler already, which steps once per process: pass "
             "the scheduler that accelerator.prepare() was given"
         )
-    by_loop = scheduler is not None and not accelerator.step_scheduler_with_optimizer
+    by_loop = schedulers and not accelerator.step_scheduler_with_optimizer
     if by_loop and schedule_by != "user":
         raise ValueError(
             "step_scheduler_with_optimizer (False) leaves the scheduler to the loop: schedule_by "
@@ -96,8 +99,8 @@ def prepare(
     wrapped, stepped, shown = wrap(
         accelerator,
         model,
-        optimizer,
-        scheduler,
+        optimizers,
+        schedulers,
         rule=rule,
         schedule_by=schedule_by,
         **adaptive,
@@ -108,27 +111,34 @@ def prepare(
     accelerator.register_load_state_pre_hook(
         lambda models, directory: load_state(read_state(directory))
     )
-    if shown is not None:
-        accelerate_names.add_scheduler(accelerator, shown)
-    ours = {
-        id(model): wrapped,
-        id(optimizer): accelerator.prepare_optimizer(stepped),
-        id(loader): ElasticLoader(loader, accelerator),
-        id(scheduler): shown,
-    }
+    ours: dict[int, Any] = {id(model): wrapped, id(loader): ElasticLoader(loader, accelerator)}
+    for scheduler, seen in zip(schedulers, shown, strict=True):
+        accelerate_names.add_scheduler(accelerator, seen)
+        ours[id(scheduler)] = seen
+    for optimizer, own in zip(optimizers, stepped, strict=True):
+        ours[id(optimizer)] = accelerator.prepare_optimizer(own)
     return tuple(
         ours[id(thing)] if id(thing) in ours else accelerator.prepare(thing) for thing in things
     )
 
 
-def _only(what: str, kind: type[Any], things: tuple[Any, ...], *, optional: bool = False) -> Any:
+def _only(what: str, kind: type[Any], things: tuple[Any, ...]) -> Any:
     found = [thing for thing in things if isinstance(thing, kind)]
-    if len(found) > 1 or not (found or optional):
+    if len(found) != 1:
+        raise ValueError(f"prepare() takes exactly one {what}, and was given {len(found)}")
+    return found[0]
+
+
+def _refuse_several(accelerator: Any) -> None:
+    """Reject settings with which several optimizers cannot make one step."""
+    if accelerator.scaler is not None:
         raise ValueError(
-            f"prepare() takes {'at most' if optional else 'exactly'} one {what}, and was given "
-            f"{len(found)}"
+            f"mixed_precision ({accelerator.mixed_precision}) must be 'no' or 'bf16' with several "
+            "optimizers: each step of an AcceleratedOptimizer updates the scaler, before the "
+            "others have used it"
         )
-    return found[0] if found else None
+    if accelerate_names.uses_fsdp2(accelerator):
+        raise ValueError("FSDP2 by Accelerate must have one optimizer")
 
 
 def refuse(accelerator: Any) -> None:
@@ -158,8 +168,12 @@ def refuse(accelerator: Any) -> None:
 
 
 def wrap(
-    accelerator: Any, model: nn.Module, optimizer: Optimizer, scheduler: Any, **adaptive: Any
-) -> tuple[AdaptiveDataParallel, Any, Any]:
+    accelerator: Any,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    schedulers: Sequence[Any],
+    **adaptive: Any,
+) -> tuple[AdaptiveDataParallel, list[Any], list[Any]]:
     """Wrap a model that the accelerator has not seen, and connect the accelerator to its step.
 
     With FSDP2, the accelerator shards the model before.
@@ -167,13 +181,13 @@ def wrap(
     Args:
         accelerator: The Accelerator.
         model: The model; goes to the device and gets mixed precision from the accelerator.
-        optimizer: Its optimizer, bare or prepared.
-        scheduler: Its scheduler, if any.
+        optimizers: Its optimizers, bare or prepared.
+        schedulers: Their schedulers, if any.
         **adaptive: Arguments of `AdaptiveDataParallel`.
 
     Returns:
-        The model, the optimizer (which the accelerator has prepared if it shards), and the
-        scheduler as the loop should see it.
+        The model, the optimizers (which the accelerator has prepared if it shards), and the
+        schedulers as the loop should see them.
 
     Raises:
         ValueError: The model is wrapped already.
@@ -186,27 +200,29 @@ def wrap(
     handler = accelerator.ddp_handler
     ddp = {} if handler is None else handler.to_kwargs()
     if accelerate_names.uses_fsdp2(accelerator):
-        prepared, stepped = shard(accelerator, model, optimizer)
+        (optimizer,) = optimizers
+        prepared, sharded = shard(accelerator, model, optimizer)
+        stepped = [sharded]
     else:
         refuse_sharded(model, "let Accelerate shard it, with fsdp_version=2 in its FSDP plugin")
         prepared = accelerator.prepare_model(model, evaluation_mode=True)
         accelerate_names.mark_prepared(prepared)
-        stepped = bare_optimizer(optimizer)
-    if scheduler is None:
+        stepped = list(map(bare_optimizer, optimizers))
+    if not schedulers:
         adaptive["schedule_by"] = "user"
     wrapped = AdaptiveDataParallel(
         prepared,
-        bare_optimizer(optimizer),
-        scheduler,
+        list(map(bare_optimizer, optimizers)),
+        schedulers[0] if len(schedulers) == 1 else schedulers,
         scaler=accelerator.scaler,
         **{**ddp, **adaptive},
     )
     wrapped.add_gate(_connect(accelerator, wrapped))
     # accelerator.accumulate() calls it, and need not be left out.
     wrapped.add_gate(Patch(wrapped, {"no_sync": nullcontext}))
-    if scheduler is None or adaptive["schedule_by"] == "user":
-        return wrapped, stepped, scheduler
-    return wrapped, stepped, SteppedByClock(scheduler)
+    if adaptive["schedule_by"] == "user":
+        return wrapped, stepped, list(schedulers)
+    return wrapped, stepped, list(map(SteppedByClock, schedulers))
 
 
 def bare_optimizer(optimizer: Any) -> Optimizer:

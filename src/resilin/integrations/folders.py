@@ -19,7 +19,7 @@ STATE_FILE = "resilin.json"
 """File with the state of the job, without tensors."""
 TENSORS_FILE = "resilin.safetensors"
 """File with tensors of objects that the user has registered."""
-FRAMEWORK = ("model", "optimizer", "scheduler", "scaler")
+FRAMEWORK = ("model", "optimizer", "optimizer1", "scheduler", "scheduler1", "scaler")
 """Parts that these folders have already."""
 
 

@@ -259,8 +259,8 @@ class ElasticTrainerMixin(ElasticData):
         self._made_scheduler = self.lr_scheduler is None
         self.create_scheduler(num_training_steps=max_steps)
         transformers_names.keep_scheduler(self)
-        wrapped, self.optimizer, self.lr_scheduler = accelerate.wrap(
-            self.accelerator, self.model, self.optimizer, self.lr_scheduler, **self._adaptive
+        wrapped, (self.optimizer,), (self.lr_scheduler,) = accelerate.wrap(
+            self.accelerator, self.model, [self.optimizer], [self.lr_scheduler], **self._adaptive
         )
         self.model_wrapped = wrapped
         if self.is_fsdp_enabled:

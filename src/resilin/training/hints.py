@@ -64,7 +64,7 @@ def committed(job: Job, measured: Measured, plan: BatchPlan | None) -> None:
 
 def epoch_over(job: Job, measured: Measured) -> None:
     """Takes in that an epoch is over."""
-    by_progress = job.trained is None or job.trained.rule.clock == "progress"
+    by_progress = job.trained is None or job.trained.scaling.clock == "progress"
     measured.epoch_over(job.epoch, job.clock.progress if by_progress else job.clock.sample_steps)
 
 

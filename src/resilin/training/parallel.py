@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,14 +29,19 @@ from resilin.core.rules import (
 from resilin.engine import overrides
 from resilin.telemetry.tensorboard import PREFIX, SummaryWriter, write_scalars
 from resilin.training.ballot import Voter
-from resilin.training.gates.optimizer import ModuleGate, check_optimizer
+from resilin.training.gates.optimizer import (
+    ModuleGate,
+    check_optimizer,
+    groups_of,
+    taken_apart,
+)
 from resilin.training.gates.others import OtherOptimizers
 from resilin.training.gates.patch import Patch, Removable
 from resilin.training.gates.scaler import ScalerGate
-from resilin.training.gates.scheduler import ClockedScheduler
+from resilin.training.gates.scheduler import LOOSE, ClockedScheduler, matched
 from resilin.training.gradient.arguments import check_model, divide_replicas
 from resilin.training.job import current_job
-from resilin.training.scaling.choice import choose_rule
+from resilin.training.scaling.choice import choose_rules
 from resilin.training.scaling.estimates import MeasureSchedule, NoiseEstimates
 from resilin.training.scaling.factors import StepScaling
 from resilin.training.scaling.reference import ReferenceBatch
@@ -69,9 +74,12 @@ class AdaptiveDataParallel(nn.Module):
     Args:
         model: The module to train. Parameters may be frozen and unfrozen between two steps, on all
             replicas alike.
-        optimizer: Its optimizer; gated until `release()`.
-        lr_scheduler: A scheduler of that optimizer, if there is one.
-        rule: Name of a scaling rule or a rule of your own; `auto` chooses by the optimizer.
+        optimizer: Its optimizer, or several that step one after the other on one backward pass;
+            gated until `release()`.
+        lr_scheduler: A scheduler of that optimizer, if there is one; of several, a list in any
+            order.
+        rule: Name of a scaling rule or a rule of your own; `auto` chooses by the optimizer. A list
+            has one for each optimizer.
         batch_size: The reference batch, over all replicas. Only with a loader that is not an
             `AdaptiveDataLoader`, which brings its own.
         schedule_by: `user` leaves the stepping of the scheduler to your loop, as before. A clock
@@ -91,10 +99,10 @@ class AdaptiveDataParallel(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
-        lr_scheduler: LRScheduler | None = None,
+        optimizer: Optimizer | Sequence[Optimizer],
+        lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         *,
-        rule: str | ScalingRule = "auto",
+        rule: str | ScalingRule | Sequence[str | ScalingRule] = "auto",
         batch_size: int | None = None,
         schedule_by: ScheduleBy = "user",
         scaler: torch.amp.GradScaler | None = None,
@@ -114,37 +122,43 @@ class AdaptiveDataParallel(nn.Module):
         """The job that trains this model."""
         # What can be refused is refused before anything is changed.
         check_model(model, ddp_kwargs, taken=job.trained is not None)
-        check_optimizer(optimizer)
-        chosen = choose_rule(overrides.rule() or rule, optimizer)
-        clocked = ClockedScheduler.make(lr_scheduler, schedule_by, chosen.clock)
+        optimizers, containers = taken_apart(optimizer)
+        for each in optimizers:
+            check_optimizer(each)
+        rules = choose_rules(overrides.rule() or rule, optimizers)
+        schedulers = matched(lr_scheduler, optimizers)
+        handed = [scheduler for scheduler in schedulers if scheduler is not None]
+        clocked = ClockedScheduler.make(handed, schedule_by, rules[0].clock)
         schedule = MeasureSchedule(stats_every, stats_budget)
         sharding = divide_replicas(
-            model, optimizer, mesh, ddp_kwargs, job.engine, scaled=scaler is not None
+            model, optimizers, mesh, ddp_kwargs, job.engine, scaled=scaler is not None
         )
         self.module = model
-        self.optimizer = optimizer
+        self.optimizers = tuple(optimizers)
+        """Its optimizers, in the order of their state in checkpoints."""
         self.tokens_per_step = tokens_per_step
         """Tokens in one reference step, if they are counted."""
-        num_groups = len(optimizer.param_groups)
+        adaptive = any(own.adaptive for own in rules)
         self._scaling = StepScaling(
-            chosen,
-            NoiseEstimates(num_groups, schedule, chosen.adaptive),
+            rules,
+            NoiseEstimates(len(groups_of(optimizers)), schedule, adaptive),
             ReferenceBatch(job.timeline, batch_size, tokens_per_step),
             job.timeline,
-            optimizer,
+            optimizers,
         )
         self._check = DivergenceCheck(
             job.engine,
             job.timeline,
             model,
             cross_check,
-            lambda: decided_by(self.optimizer, self.scale, self.gain, self.factors),
+            lambda: decided_by(groups_of(optimizers), self.scale, self.gain, self.factors),
+            optimizers,
         )
         self._steps = Steps(
             job,
             self,
             model,
-            optimizer,
+            optimizers,
             scaling=self._scaling,
             check=self._check,
             options=ddp_kwargs,
@@ -155,10 +169,10 @@ class AdaptiveDataParallel(nn.Module):
         if self._unsaved:
             self._voters.append(self._unsaved)
         self._registered: list[str] = []
-        self._gates: list[Removable] = [self._steps.gate]
+        self._gates: list[Removable] = [*self._steps.gates]
         try:
-            self._put_gates(clocked, scaler)
-            self._register(clocked or lr_scheduler, scaler, handed_over=lr_scheduler)
+            self._put_gates(clocked, scaler, containers)
+            self._register(schedulers, scaler)
         except BaseException:
             self.release()
             raise
@@ -167,42 +181,49 @@ class AdaptiveDataParallel(nn.Module):
         job.voters += self._voters
 
     def _put_gates(
-        self, clocked: ClockedScheduler | None, scaler: torch.amp.GradScaler | None
+        self,
+        clocked: Sequence[ClockedScheduler],
+        scaler: torch.amp.GradScaler | None,
+        containers: Sequence[Optimizer],
     ) -> None:
-        """Makes module, scheduler and scaler wait, as the optimizer does."""
-        steps, optimizer, gates = self._steps, self.optimizer, self._gates
-        steps.scheduler = clocked
-        steps.gate.schedulers.hand_to(clocked)
+        """Makes module, schedulers and scaler wait, as the optimizers do."""
+        steps, gates = self._steps, self._gates
+        steps.schedulers = list(clocked)
         gates.append(ModuleGate(self.module, steps))
-        refuse = partial(_refuse_group, len(optimizer.param_groups))
-        gates.append(Patch(optimizer, {"add_param_group": refuse}))
+        for gate in steps.gates:
+            own = (c for c in clocked if c.scheduler.optimizer is gate.optimizer)
+            gate.schedulers.hand_to(next(own, None))
+            refuse = partial(_refuse_group, len(gate.optimizer.param_groups))
+            gates.append(Patch(gate.optimizer, {"add_param_group": refuse}))
         parameters, iterations = self.module.parameters(), self.job.iterations
-        gates.append(OtherOptimizers(steps.gate, parameters, self._keeps, iterations))
+        others = OtherOptimizers(steps.gates, containers, parameters, self._keeps, iterations)
+        gates.append(others)
         if scaler is not None:
-            steps.scaler = ScalerGate(scaler, optimizer, steps)
+            steps.scaler = ScalerGate(scaler, steps)
             gates.append(steps.scaler)
 
     def _register(
-        self,
-        scheduler: ClockedScheduler | LRScheduler | None,
-        scaler: torch.amp.GradScaler | None,
-        handed_over: LRScheduler | None,
+        self, schedulers: Sequence[LRScheduler | None], scaler: torch.amp.GradScaler | None
     ) -> None:
+        clocked = {id(own.scheduler): own for own in self._steps.schedulers}
         parts: dict[str, Any] = {
             "model": self.module,
             "frozen": Frozen(self.module),
             "buffers": self._unsaved or None,
             # It compares the optimizers, before that of the state is loaded.
             "noise": self._scaling,
-            "optimizer": self.optimizer,
-            "scheduler": scheduler,
-            "scaler": scaler,
         }
+        for number, optimizer in enumerate(self.optimizers):
+            parts[f"optimizer{number or ''}"] = optimizer
+        for number, scheduler in enumerate(schedulers):
+            parts[f"scheduler{number or ''}"] = clocked.get(id(scheduler), scheduler)
+        parts["scaler"] = scaler
         for name, part in parts.items():
             if part is not None:
                 self.job.registry.add(name, part)
                 self._registered.append(name)
-        self._steps.gate.schedulers.keep_in(self.job.registry, handed_over=handed_over)
+        for number, (gate, handed) in enumerate(zip(self._steps.gates, schedulers, strict=True)):
+            gate.schedulers.keep_in(self.job.registry, handed, f"{LOOSE}{number or ''}")
 
     def _keeps(self, optimizer: Optimizer) -> bool:
         """Whether the job keeps the state of another optimizer, or keeps none at all."""
@@ -250,9 +271,19 @@ class AdaptiveDataParallel(nn.Module):
     # What it knows -------------------------------------------------------------------------
 
     @property
+    def optimizer(self) -> Optimizer:
+        """Its optimizer; the first one, if there are several."""
+        return self.optimizers[0]
+
+    @property
     def rule(self) -> ScalingRule:
-        """The scaling rule."""
-        return self._scaling.rule
+        """The scaling rule, of the first optimizer if there are several."""
+        return self.rules[0]
+
+    @property
+    def rules(self) -> tuple[ScalingRule, ...]:
+        """The scaling rule of each optimizer."""
+        return self._scaling.rules
 
     @property
     def gain(self) -> float:
@@ -402,6 +433,20 @@ class AdaptiveDataParallel(nn.Module):
         """
         return self._steps.gradient.changing()
 
+    def turn(self, *optimizers: Optimizer) -> None:
+        """Says which optimizers make this step, where players take turns; the others rest.
+
+        Say it in each step, before the first of them steps. All replicas have to say the same. The
+        part of the gradient that belongs to the others is not used.
+
+        Args:
+            *optimizers: At least one of those that the model was made with.
+
+        Raises:
+            ValueError: One of them is another optimizer.
+        """
+        self._steps.turn(optimizers)
+
     # Clipping ------------------------------------------------------------------------------
 
     def clip_grad_norm_(
@@ -424,6 +469,11 @@ class AdaptiveDataParallel(nn.Module):
             raise RuntimeError("clip_grad_norm_() came before the backward pass of the step")
         if self._steps.step_waits():
             return None
+        if self._steps.step.turns:
+            raise RuntimeError(
+                "clip_grad_norm_() came after an optimizer has stepped with a part of the "
+                "gradient: clip before the first of them"
+            )
         gain = self._steps.prepare().scaled.gain
         with self.change_gradient():
             return self._steps.gradient.clip(clip_threshold(max_norm, gain, policy), norm_type)

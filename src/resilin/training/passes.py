@@ -85,7 +85,7 @@ class Passes:
     def by_progress(self) -> bool:
         """Whether the rule of the model measures epochs by progress, and not by the data."""
         trained = self._job.trained
-        return trained is not None and trained.rule.clock == "progress"
+        return trained is not None and trained.scaling.clock == "progress"
 
     @property
     def iteration(self) -> Iteration | None:

@@ -8,8 +8,9 @@ is one frozen `Step` (`core.step`), which this module alone replaces.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,11 @@ from resilin.compat.torch_names import after_backward
 from resilin.core._warn import warn
 from resilin.core.hang import Phase
 from resilin.core.membership import Membership
-from resilin.core.rules import ScalingRule
 from resilin.core.step import LOST, NOT_STEPPED, Outcome, Part, Reduced, Step
 from resilin.training import hints
 from resilin.training.ballot import Ballot
 from resilin.training.gates.factors import applied
-from resilin.training.gates.optimizer import Gate
+from resilin.training.gates.optimizer import Gate, groups_of
 from resilin.training.gates.scaler import ScalerGate, calling_scaler
 from resilin.training.gates.scheduler import ClockedScheduler
 from resilin.training.gradient import refusals
@@ -103,13 +103,13 @@ def end_lost_step(job: Job) -> None:
 
 
 class Steps:
-    """The steps of one model. It is the owner that the gates of its optimizer ask.
+    """The steps of one model. It is the owner that the gates of its optimizers ask.
 
     Args:
         job: The job.
         face: The `AdaptiveDataParallel` of the script.
         module: The module that is trained.
-        optimizer: The user's optimizer.
+        optimizers: The user's optimizers, which step on one gradient.
         scaling: Gain and factors of a step.
         check: Compares the replicas.
         options: Arguments of the user for DistributedDataParallel.
@@ -121,7 +121,7 @@ class Steps:
         job: Job,
         face: nn.Module,
         module: nn.Module,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         *,
         scaling: StepScaling,
         check: DivergenceCheck,
@@ -131,11 +131,15 @@ class Steps:
         self.job = job
         self.face = face
         self.module = module
-        self.optimizer = optimizer
+        self.optimizers = optimizers
+        ends = list(itertools.accumulate(len(each.param_groups) for each in optimizers))
+        self._groups = [slice(a, b) for a, b in itertools.pairwise([0, *ends])]
         self.scaling = scaling
         self.scaler: ScalerGate | None = None
-        self.scheduler: ClockedScheduler | None = None
-        """The scheduler that a clock steps, if there is one."""
+        self.schedulers: list[ClockedScheduler] = []
+        """The schedulers that a clock steps, the same one."""
+        self.due: tuple[int, ...] = tuple(range(len(optimizers)))
+        """Numbers of the optimizers that make the next step."""
         self.averages: list[EMA] = []
         """Averages of the weights, which follow each step that is made."""
         self.weight: float | None = None
@@ -150,7 +154,7 @@ class Steps:
         self._ballot = Ballot(job.voters, engine.wait, processes_per_replica=per_replica)
         self.gradient = Gradient(
             module,
-            GroupNorms(optimizer, module.parameters()),
+            GroupNorms(groups_of(optimizers), module.parameters()),
             options,
             engine,
             self._ballot,
@@ -159,7 +163,7 @@ class Steps:
         )
         self.now = self.gradient.exchange
         """What has the step under way, which this class alone replaces."""
-        self.gate = Gate(optimizer, self)
+        self.gates = [Gate(optimizer, self, n) for n, optimizer in enumerate(optimizers)]
 
     @property
     def step(self) -> Step:
@@ -177,11 +181,6 @@ class Steps:
     def trains(self) -> bool:
         """Whether a forward pass that begins now is one of training."""
         return self.face.training and torch.is_grad_enabled()
-
-    @property
-    def rule(self) -> ScalingRule:
-        """The scaling rule."""
-        return self.scaling.rule
 
     @property
     def stepped(self) -> bool:
@@ -421,16 +420,25 @@ class Steps:
 
     # 4. `optimizer.step()` decides -----------------------------------------------------------
 
-    def step_waits(self) -> bool:
+    def step_waits(self, number: int | None = None) -> bool:
         """Whether `optimizer.step` must not step now.
 
         More micro-batches of the step are to come, or a replica has left the step.
 
+        Args:
+            number: Number of the optimizer; None for any.
+
         Raises:
-            RuntimeError: There is no gradient, or it was changed.
+            RuntimeError: There is no gradient, or it was changed, or it is not for this optimizer.
         """
-        if self.now.step.stopped:
+        step = self.now.step
+        if step.stopped or (step.failed and step.part is None):
             return True
+        if number is not None and number not in self.due:
+            raise RuntimeError(refusals.not_its_turn(*self._names(number)))
+        if step.turns:
+            # The gradient is complete, and another optimizer may have changed its own part.
+            return False
         micro = self.job.iterations.micro_batch
         if micro is not None and micro.training and self.now.step.part is not None:
             # It may be left out before its forward pass.
@@ -449,14 +457,41 @@ class Steps:
         self.now.step = self.now.step.asked()
         return self.now.step.waited
 
-    def gradient_waits(self) -> bool:
+    def gradient_waits(self, number: int | None) -> bool:
         """Whether `zero_grad` would destroy a part of the step.
 
         Once the gradient is complete, `zero_grad` before `optimizer.step` leaves the step.
+
+        Args:
+            number: Number of the optimizer; None for the module.
         """
-        if self.now.step.complete:
+        step = self.now.step
+        if step.complete and number is not None and number not in self.due:
+            # Nobody looks at its part of the gradient.
+            self.gradient.seals.open()
+            return False
+        if step.turns:
+            if number in step.turns:
+                return False
+            self._end_turns()
+        elif step.complete:
             self.leave_step()
         return self.now.step.pending
+
+    def turn(self, optimizers: Sequence[Optimizer]) -> None:
+        """Leaves the step that is under way, or to come, to some of the optimizers."""
+        numbers = [n for n, own in enumerate(self.optimizers) if any(own is o for o in optimizers)]
+        if len(numbers) != len(optimizers) or not numbers:
+            given = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+            raise ValueError(
+                f"turn({given}) must name one or more of the {len(self.optimizers)} optimizers "
+                "that the AdaptiveDataParallel was made with, each once"
+            )
+        if self.now.step.turns:
+            raise RuntimeError(
+                "turn() came after an optimizer has stepped: call it before the first one steps"
+            )
+        self.due = tuple(numbers)
 
     def prepare(self) -> Prepared:
         """Turns the complete gradient into gain and factors, once per step."""
@@ -472,39 +507,70 @@ class Steps:
         assert isinstance(step.prepared, Prepared)
         return step.prepared
 
-    def make_step(self, own: Callable[[], Any]) -> Any:
+    def make_step(self, number: int, own: Callable[[], Any]) -> Any:
         """Makes a step whose gradient is complete; called by `optimizer.step`.
 
         The engine is asked before anything is changed: the parameters of a step that a lost replica
-        took part in stay as they were, and it can be issued again.
+        took part in stay as they were, and it can be issued again. From there to the commit, which
+        comes with the last optimizer, no other process is waited for: who survives makes all of it.
 
         Args:
-            own: The optimizer's own `step`.
+            number: Number of the optimizer.
+            own: Its own `step`.
 
         Returns:
             Its result; None if the step failed.
         """
         job = self.job
         self._require_own_weights()
-        job.iterations.check_unused(told=self.scaling.reference.is_told)
         prepared = self.prepare()
-        if not job.engine.all_committed():
-            self.commit(Outcome.FAILED)
-            return None
-        self._check.check(self._ballot.said_to(self._check))
-        try:
-            with applied(self.optimizer, prepared.scaled.factors):
-                result = own()
-        except BaseException:
-            job.torn = True
-            raise
-        job.torn = False
-        self.commit(Outcome.COMMITTED)
+        if not self.now.step.made:
+            job.iterations.check_unused(told=self.scaling.reference.is_told)
+            if not job.engine.all_committed():
+                self.commit(Outcome.FAILED)
+                return None
+            self._check.check(self._ballot.said_to(self._check))
+        made = self.now.step.with_turn(number, made=True)
+        # Taken for one whose loop has not stepped, if the optimizer raises an error.
+        self.now.step = self.now.step.without_turns()
+        job.torn = True
+        with applied(self.optimizers[number], prepared.scaled.factors[self._groups[number]]):
+            result = own()
+        self.now.step = made
+        self._turn_over()
         return result
 
-    def skip_step(self) -> None:
-        """Called by the scaler's gate: the gradient was not finite."""
-        self.commit(Outcome.SKIPPED)
+    def skip_turn(self, number: int) -> None:
+        """Called by the scaler's gate: the gradient of this optimizer was not finite."""
+        step = self.now.step
+        if step.pending and number not in step.turns:
+            # Neither clock nor noise count the samples of a step that all of them skip.
+            self.now.step = step.with_turn(number, made=False)
+            self._turn_over()
+
+    def _turn_over(self) -> None:
+        """Commits the step once all optimizers are done with it."""
+        if set(self.now.step.turns) >= set(self.due):
+            self._turns_over()
+        else:
+            # The loop may zero what was used.
+            self.gradient.seals.open()
+
+    def _turns_over(self) -> None:
+        self.job.torn = False
+        self.commit(Outcome.COMMITTED if self.now.step.made else Outcome.SKIPPED)
+
+    def _end_turns(self) -> None:
+        """Commits a step in which the loop has stepped some of its optimizers."""
+        left = set(self.due) - set(self.now.step.turns)
+        warn(refusals.not_all_stepped(*(name for n in sorted(left) for name in self._names(n))))
+        self._turns_over()
+
+    def _names(self, *numbers: int) -> list[str]:
+        """How a message calls these optimizers."""
+        kinds = [type(optimizer).__name__ for optimizer in self.optimizers]
+        several = len(set(kinds)) < len(kinds)
+        return [f"{kinds[n]} (optimizer {n})" if several else kinds[n] for n in numbers]
 
     def leave_step(self) -> None:
         """Called when the loop, here or on another replica, has abandoned the step."""
@@ -533,7 +599,7 @@ class Steps:
         prepared, measured = self.now.step.prepared, self.now.step.measure
         assert isinstance(prepared, Prepared)
         reduced, scaled = prepared.reduced, prepared.scaled
-        due = 0.0 if self.scheduler is None else reference.read(self.scheduler.clock)
+        due = [reference.read(scheduler.clock) for scheduler in self.schedulers]
         before, plan, micro = timeline.clock, job.iterations.plan, job.iterations.micro_batch
         samples = reduced.samples
         timeline.clock = before.advance(
@@ -552,12 +618,11 @@ class Steps:
         if job.measured is not None:
             hints.committed(job, job.measured, plan)
         if job.recorder is not None:
-            job.recorder.committed(self.scaling, self.optimizer, samples, plan)
+            job.recorder.committed(self.scaling, self.optimizers, samples, plan)
         self._end_step(Outcome.COMMITTED, measured=measured)
         job.iterations.commit(timeline.clock.progress - before.progress)
-        if self.scheduler is not None:
-            now = reference.read(self.scheduler.clock)
-            self.scheduler.advance(due, now, reference.schedule_end(due))
+        for scheduler, was in zip(self.schedulers, due, strict=True):
+            scheduler.advance(was, reference.read(scheduler.clock), reference.schedule_end(was))
 
     def _end_step(self, outcome: Outcome, *, measured: bool) -> None:
         """Ends a step that was made or skipped: votes are counted, the next step may begin."""
@@ -572,12 +637,14 @@ class Steps:
         else:
             self.gradient.seals.forget_used()
         self.now.step = self.now.step.ended(outcome, number)
+        self.due = tuple(range(len(self.optimizers)))
         self.gradient.forget()
 
     def _failed(self) -> None:
         """Discards a step, as if it had not begun; none of its votes counts."""
         job = self.job
         self.drop()
+        self.due = tuple(range(len(self.optimizers)))
         self.now.step = self.now.step.ended(Outcome.FAILED, self._number())
         reissued = job.iterations.fail()
         if job.live is not None:
@@ -626,7 +693,10 @@ class Steps:
 
     def end_body(self) -> None:
         """The loop body of a step is over, or that of one that was given up."""
-        self.gate.schedulers.settle(given_up=self.now.step.pending or self.now.step.failed)
+        if self.now.step.turns:
+            self._end_turns()
+        for gate in self.gates:
+            gate.schedulers.settle(given_up=self.now.step.pending or self.now.step.failed)
         # Others may have made the step, and given it to this replica: it is not issued again then,
         # and what the loop does next belongs to no failed step.
         self.now.step = self.now.step.body_over()

@@ -379,11 +379,11 @@ def test_a_scheduler_that_nobody_holds_is_let_go():
     lrs.StepLR(optimizer, 1)
     gc.collect()
     assert gates.schedulers_of(optimizer) == []
-    assert model._steps.gate.schedulers.outermost() == {}
-    assert list(model._steps.gate.schedulers.outermost()) == []
+    assert model._steps.gates[0].schedulers.outermost() == {}
+    assert list(model._steps.gates[0].schedulers.outermost()) == []
     kept = lrs.StepLR(optimizer, 1)
     # As in a rerun of the script.
-    assert model._steps.gate.schedulers.outermost() == {"StepLR/1": kept}
+    assert model._steps.gates[0].schedulers.outermost() == {"StepLR/1": kept}
 
 
 # Under a clock ---------------------------------------------------------------------------------
@@ -445,13 +445,13 @@ def test_a_run_that_is_made_longer_gets_the_steps_it_had_overshot():
     train(1)
     assert scheduler.last_epoch == 12
     assert model.progress > 13
-    state = model._steps.scheduler.state_dict()
+    state = model._steps.schedulers[0].state_dict()
     train(2)
     assert scheduler.last_epoch == 24
     # The same after a restart in between, when the count is all that is left of the overshoot.
-    model._steps.scheduler.load_state_dict(state)
+    model._steps.schedulers[0].load_state_dict(state)
     assert scheduler.last_epoch == 12
-    assert model._steps.scheduler._made == 12
+    assert model._steps.schedulers[0]._made == 12
 
 
 def test_a_clock_and_the_loop_cannot_both_step_it():

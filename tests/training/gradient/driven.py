@@ -1,7 +1,5 @@
 """Steps of a module that a test drives itself: without a loader, an optimizer and a clock."""
 
-import torch
-
 from resilin.core.step import Outcome, Part, Step
 from resilin.training.ballot import Ballot
 from resilin.training.gradient.exchange import Exchange
@@ -27,7 +25,7 @@ def model_of(net, **settings):
 
 
 def norms_of(net):
-    return GroupNorms(torch.optim.SGD(net.parameters(), lr=0.1), net.parameters())
+    return GroupNorms([{"params": list(net.parameters())}], net.parameters())
 
 
 class Driven(Steps):
@@ -35,6 +33,7 @@ class Driven(Steps):
 
     def __init__(self, net, engine, options=None, voters=()):
         norms = norms_of(net)
+        self.optimizers = ()
         self.ballot = Ballot(voters, engine.wait)
         self.gradient = Gradient(
             net, norms, options or {}, engine, self.ballot, backward_begins=self._backward_begins

@@ -35,6 +35,8 @@ def test_what_is_refused_at_construction():
     early = make_optimizer(net, 2)
     shard(net, PLAIN)
     refused("make the optimizer after it", net, early)
+    matrices = [p for p in net.parameters() if p.dim() == 2]
+    refused("each process has a part of those", net, torch.optim.Muon(matrices), rule="sqrt")
     refused("leave it out, and call set_reduce_scatter", net, find_unused_parameters=True)
     refused("bucket_cap_mb .* is an argument of Distributed", net, bucket_cap_mb=25)
     refused("train a sharded model in bfloat16", net, scaler=torch.amp.GradScaler("cpu"))

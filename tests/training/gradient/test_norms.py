@@ -172,7 +172,7 @@ def test_loss_scaling_does_not_reach_the_noise():
 def test_parameters_outside_the_optimizer_do_not_count():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    norms = GroupNorms(optimizer, model.parameters())
+    norms = GroupNorms(optimizer.param_groups, model.parameters())
     parameters = list(model.parameters())
     grads = [torch.full_like(p, 2.0) for p in parameters]
     flat = torch.cat([g.flatten() for g in grads])
@@ -183,6 +183,6 @@ def test_parameters_outside_the_optimizer_do_not_count():
 def test_norms_do_not_overflow(dtype):
     parameter = nn.Parameter(torch.zeros(4096, dtype=dtype))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    norms = GroupNorms(optimizer, [parameter])
+    norms = GroupNorms(optimizer.param_groups, [parameter])
     grad = torch.full_like(parameter, 16.0)
     assert norms.of([parameter], [grad], grad).tolist() == [256.0 * 4096]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import resilin
-from resilin.core.rules import Factors, PowerRule, get_rule
+from resilin.core.rules import Factors, PowerRule, get_rule, rule_name
 from resilin.training.scaling.choice import (
     choose_rule,
     compare_settings,
@@ -63,13 +63,12 @@ def test_the_momentum_is_changed_where_that_is_asked_for(caplog):
         torch.optim.Adam(parameters()),
         torch.optim.AdamW(parameters()),
         torch.optim.Adafactor(parameters()),
-        torch.optim.Muon([nn.Parameter(torch.ones(2, 2))]),
     ],
     ids=lambda optimizer: type(optimizer).__name__,
 )
 def test_a_momentum_of_another_form_is_refused(optimizer):
     for rule in ("sgdscale", PowerRule(1, momentum=True)):
-        with pytest.raises(ValueError, match=r"momentum of torch.optim.SGD, and \S+ of \S+ is non"):
+        with pytest.raises(ValueError, match=r"the momentum, and how \S+ of \S+ keeps it is not"):
             choose_rule(rule, optimizer)
     choose_rule("adascale", optimizer)
 
@@ -111,7 +110,7 @@ class Own:
     ],
 )
 def test_another_rule_than_the_saved_one_is_named(caplog, rule, saved, said):
-    compare_with_saved(rule, saved)
+    compare_with_saved(rule_name(rule), saved)
     if said is None:
         assert not caplog.records
     else:
@@ -119,13 +118,13 @@ def test_another_rule_than_the_saved_one_is_named(caplog, rule, saved, said):
 
 
 def sgd(lr=0.1, weight_decay=0.0):
-    return settings_of(torch.optim.SGD(parameters(), lr=lr, weight_decay=weight_decay))
+    return settings_of([torch.optim.SGD(parameters(), lr=lr, weight_decay=weight_decay)])
 
 
 def scheduled():
     optimizer = torch.optim.SGD(parameters(), lr=0.1)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.01)
-    return settings_of(optimizer)
+    return settings_of([optimizer])
 
 
 @pytest.mark.parametrize(
@@ -141,8 +140,8 @@ def scheduled():
         ),
         (sgd(0.05, 0.01), sgd(), r"lr 0\.05 .*, weight_decay 0\.01 \(0 in the state\)"),
         (
-            settings_of(torch.optim.AdamW(parameters(), betas=(0.8, 0.99))),
-            settings_of(torch.optim.Adam(parameters(), weight_decay=0.01)),
+            settings_of([torch.optim.AdamW(parameters(), betas=(0.8, 0.99))]),
+            settings_of([torch.optim.Adam(parameters(), weight_decay=0.01)]),
             r"AdamW \(Adam in the state\), betas 0\.8, 0\.99 \(0\.9, 0\.999 in the state\)",
         ),
     ],

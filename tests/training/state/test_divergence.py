@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -133,6 +134,53 @@ def test_a_run_that_does_not_diverge_is_left_alone():
     assert checks[0][0] is True
     assert all(checks[1])
     assert not any(checks[2])
+
+
+class Divided(torch.optim.Optimizer):
+    """Steps each parameter on one rank, which alone has its momentum, and sends it to the others.
+
+    Args:
+        whole: Whether all ranks have a momentum of each parameter, most of which nobody uses.
+    """
+
+    def __init__(self, parameters, whole):
+        super().__init__(parameters, {"lr": 0.01})
+        self.whole = whole
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        world = dist.get_world_size()
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            owner = number % world
+            if self.whole or dist.get_rank() == owner:
+                buffer = self.state[parameter].setdefault("buffer", torch.zeros_like(parameter))
+            if dist.get_rank() == owner:
+                parameter.sub_(buffer.mul_(0.9).add_(parameter.grad), alpha=0.01)
+            dist.broadcast(parameter, owner)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("cross_check", ["auto", 1])
+def test_an_optimizer_that_divides_its_state_among_processes_is_refused(whole, cross_check):
+    module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    optimizer = Divided(module.parameters(), whole)
+    model = resilin.AdaptiveDataParallel(
+        module, optimizer, rule="constant", cross_check=cross_check
+    )
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    loader = resilin.AdaptiveDataLoader(TensorDataset(x), 4)
+    message = r"different states of the optimizer after step 1 \(Divided\)"
+
+    def train():
+        for (batch,) in loader:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(RuntimeError, match=message):
+        train()
+    assert model.clock.steps <= 2
 
 
 @pytest.mark.world_size(2)

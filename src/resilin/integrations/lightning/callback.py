@@ -27,7 +27,7 @@ from resilin.training.script.epochs import begin_epoch
 from resilin.training.start import start
 from resilin.training.state import replica_parts
 
-SAVED = ("model", "optimizer", "scheduler", "scaler")
+SAVED = ("model", "optimizer", "optimizer1", "scheduler", "scheduler1", "scaler")
 """Parts that checkpoints of Lightning have already."""
 _LOGGED = f"{replica_parts.SUMS}{SUMS}"
 

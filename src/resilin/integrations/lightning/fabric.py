@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NoReturn
 
@@ -77,10 +78,6 @@ class ElasticFabricStrategy(DDPStrategy):
         """Wrap the model, and gate its optimizer and scheduler."""
         scheduler = self.scheduler if scheduler is None else scheduler
         self.scheduler = None
-        if len(optimizers) != 1:
-            raise ValueError(
-                f"fabric.setup() got {len(optimizers)} optimizers; resilin trains with 1"
-            )
         refuse_sharded(
             module, "use the Trainer with an ElasticShardedStrategy, or a loop without Fabric"
         )
@@ -89,7 +86,7 @@ class ElasticFabricStrategy(DDPStrategy):
             arguments["device_ids"] = device_ids
         parallel = AdaptiveDataParallel(
             module,
-            optimizers[0],
+            optimizers,
             scheduler,
             scaler=getattr(self.precision, "scaler", None),
             **self._elastic,
@@ -162,7 +159,7 @@ class _NoControl:
 def setup(
     fabric: Fabric,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     loader: AdaptiveDataLoader,
     scheduler: Any = None,
 ) -> tuple[Any, Any, Any]:
@@ -171,12 +168,14 @@ def setup(
     Args:
         fabric: Made with an `ElasticFabricStrategy`, and launched.
         model: The module to train.
-        optimizer: Its optimizer.
+        optimizer: Its optimizer, or several that step on one backward pass.
         loader: The data to train on.
-        scheduler: The scheduler, if a clock steps it or resilin keeps its state.
+        scheduler: The scheduler, if a clock steps it or resilin keeps its state; of several
+            optimizers, a list.
 
     Returns:
-        Model, optimizer and loader, to be used in their place.
+        Model, optimizer (a list of them, if there are several) and loader, to be used in their
+        place.
 
     Raises:
         ValueError: Fabric has another strategy, or the loader is another one.
@@ -189,10 +188,14 @@ def setup(
             "resilin.AdaptiveDataLoader, whose batch_size is the global one"
         )
     fabric.strategy.scheduler = scheduler
-    model, wrapped, *_ = fabric.setup(model, optimizer)
-    # The method that Fabric's wrapper inherits would clear a gradient that is being accumulated.
-    vars(wrapped)["zero_grad"] = optimizer.zero_grad
-    return model, wrapped, PlacedLoader(loader, fabric.to_device)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    model, *wrapped = fabric.setup(model, *optimizers)
+    del wrapped[len(optimizers) :]  # a scheduler
+    for own, seen in zip(optimizers, wrapped, strict=True):
+        # The method that Fabric's wrapper inherits would clear a gradient that is accumulated.
+        vars(seen)["zero_grad"] = own.zero_grad
+    single = isinstance(optimizer, Optimizer)
+    return model, wrapped[0] if single else wrapped, PlacedLoader(loader, fabric.to_device)
 
 
 class JobState(CarriedState):

@@ -1,8 +1,9 @@
 """`applied`: the factors of a scaling rule, in the optimizer for the length of one step.
 
-Learning rate, betas, epsilon and weight decay are numbers of the parameter groups. So is the
-momentum of SGD, with its dampening; `resilin.core.momentum` derives both, and why the gradient is
-multiplied instead where the momentum is Nesterov's, and in the first step of a parameter.
+Learning rate, betas, epsilon, weight decay and periods are numbers of the parameter groups, and
+`describe.py` says what they do. So is the momentum of SGD, with its dampening;
+`resilin.core.momentum` derives both, and why the gradient is multiplied instead where the momentum
+is Nesterov's, and in the first step of a parameter.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from resilin.compat.torch_names import multiplied_all
 from resilin.core import _exact
 from resilin.core.momentum import scaled_momentum
 from resilin.core.rules import Factors
+from resilin.training.gates.describe import Description, description_of, momentum_name
+
+_NONE = Factors()
 
 
 @contextmanager
@@ -37,16 +41,18 @@ def applied(optimizer: Optimizer, factors: Sequence[Factors]) -> Iterator[None]:
     try:
         _scale_rates(loan, factors)
         for group, factor in zip(optimizer.param_groups, factors, strict=True):
-            if factor.beta_power != 1 and "betas" in group:
-                betas = tuple(_exact.power(b, factor.beta_power) for b in group["betas"])
-                loan.set(group, "betas", betas)
+            if factor == _NONE:
+                continue
+            known = description_of(optimizer, group)
+            if factor.beta_power != 1:
+                _scale_time(loan, group, known, factor.beta_power)
             if factor.eps != 1 and "eps" in group:
                 loan.set(group, "eps", group["eps"] * factor.eps)
-            decays = group.get("weight_decay") and _decays_through_lr(optimizer, group)
+            decays = group.get("weight_decay") and known.decay == "decoupled"
             if factor.weight_decay != 1 and decays:
                 loan.set(group, "weight_decay", group["weight_decay"] * factor.weight_decay)
-            if factor.momentum_power != 1 and group.get("momentum"):
-                _scale_momentum(loan, group, factor.momentum_power)
+            if factor.momentum_power != 1:
+                _scale_momentum(loan, group, known, factor.momentum_power)
         yield
     finally:
         loan.give_back()
@@ -71,53 +77,54 @@ def _scale_rates(loan: _Loan, factors: Sequence[Factors]) -> None:
             loan.multiply(first["lr"], multiple)
 
 
-def _decays_through_lr(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether weight decay acts as `lr * wd * parameter`, so that a factor on it means something.
-
-    It does where it is decoupled (AdamW), and in plain SGD, whose step is linear in the gradient.
-    Adam with L2 divides it by the gradient's own scale.
-    """
-    if "decoupled_weight_decay" in group:
-        return bool(group["decoupled_weight_decay"])
-    return isinstance(optimizer, SGD | AdamW)
-
-
-def keeps_sgd_buffer(optimizer: Optimizer) -> bool:
-    """Whether the momentum of this optimizer is SGD's, or there is none.
-
-    That is `buffer = momentum * buffer + (1 - dampening) * gradient`, with the learning rate
-    outside. Others have it inside, or divide by the gradient's own size.
-    """
-    if isinstance(optimizer, SGD):
-        return True
-    return all("momentum" in group and not group["momentum"] for group in optimizer.param_groups)
+def _scale_time(loan: _Loan, group: dict[str, Any], known: Description, power: float) -> None:
+    """Let the averages of a group forget, and its periods pass, as in `power` reference steps."""
+    for name in known.betas:
+        value = group.get(name)
+        if isinstance(value, tuple | list):
+            loan.set(group, name, tuple(_exact.power(beta, power) for beta in value))
+        elif value is not None and 0 < value < 1:  # Others stand for a default.
+            loan.set(group, name, _exact.power(value, power))
+    for name in known.periods:
+        if group.get(name, 0) > 1:
+            loan.set(group, name, max(1, round(group[name] / power)))
 
 
 def refuse_momentum(optimizer: Optimizer) -> ValueError:
-    """The error about an optimizer whose momentum is of another form."""
+    """The error about an optimizer whose momentum is of a form that is not known."""
+    kind = type(optimizer).__qualname__
     return ValueError(
-        f"the rule changes the momentum of torch.optim.SGD, and {type(optimizer).__qualname__} of "
-        f"{type(optimizer).__module__} is none: choose a rule that leaves the momentum alone, such "
-        "as 'adascale' for the learning rate alone or 'adamscale' for Adam's betas"
+        f"the rule changes the momentum, and how {kind} of {type(optimizer).__module__} keeps it "
+        f"is not known: say it with resilin.describe({kind}, momentum=...), or choose a rule that "
+        "leaves the momentum alone, such as 'adascale' for the learning rate alone or 'adamscale' "
+        "for Adam's betas"
     )
 
 
-def _scale_momentum(loan: _Loan, group: dict[str, Any], power: float) -> None:
-    """Give a group of SGD the momentum of a step that is worth `power` reference steps.
+def _scale_momentum(loan: _Loan, group: dict[str, Any], known: Description, power: float) -> None:
+    """Give a group the momentum of a step that is worth `power` reference steps.
 
     Args:
         loan: Keeps what it replaces.
         group: The group, with its weight decay of this step.
+        known: What its settings do.
         power: Exponent of the momentum.
 
     Raises:
-        ValueError: The optimizer is not SGD.
+        ValueError: What its momentum does is not known.
     """
-    if not isinstance(loan.optimizer, SGD):
+    name = momentum_name(group)
+    if name is None:
+        return
+    if known.momentum is None:
         raise refuse_momentum(loan.optimizer)
-    scaled = scaled_momentum(float(group["momentum"]), float(group["dampening"]), power)
+    if known.momentum == "mean":
+        loan.set(group, name, _exact.power(float(group[name]), power))
+        return
+    dampening = float(group.get("dampening", 0.0))
+    scaled = scaled_momentum(float(group["momentum"]), dampening, power)
     loan.set(group, "momentum", scaled.momentum)
-    if not group["nesterov"] and _has_buffers(loan.optimizer, group):
+    if "dampening" in group and not group["nesterov"] and _has_buffers(loan.optimizer, group):
         loan.set(group, "dampening", scaled.dampening)
         return
     loan.multiply_gradients(group["params"], scaled.gradient)

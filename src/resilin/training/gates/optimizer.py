@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from resilin.compat.torch_names import (
@@ -34,27 +34,73 @@ _MARK = "_resilin_gate"
 
 
 class StepOwner(Protocol):
-    """Owner of a gate, which decides when a step is complete."""
+    """Owner of a gate, which decides when a step is complete. Optimizers have numbers there."""
 
-    def step_waits(self) -> bool:
+    def step_waits(self, number: int) -> bool:
         """Asked by `optimizer.step`: whether the step is still being accumulated."""
         ...
 
-    def gradient_waits(self) -> bool:
-        """Asked by `optimizer.zero_grad`: whether the gradient is still needed."""
+    def gradient_waits(self, number: int | None) -> bool:
+        """Asked by `zero_grad`, of an optimizer or of the module: whether it is still needed."""
         ...
 
     def schedule_waits(self) -> bool:
         """Asked by `scheduler.step`: whether the body works on a step that is incomplete."""
         ...
 
-    def make_step(self, own: Callable[[], Any]) -> Any:
+    def make_step(self, number: int, own: Callable[[], Any]) -> Any:
         """Makes the step with the optimizer's own method, or refuses to.
 
         Returns:
             The result of that method; None if it was not called.
         """
         ...
+
+
+def taken_apart(given: Optimizer | Sequence[Optimizer]) -> tuple[list[Optimizer], list[Optimizer]]:
+    """Optimizers as they step, and the containers that only step others.
+
+    A container is an optimizer with an attribute `optimizers`, whose own groups have no `lr`.
+
+    Args:
+        given: An optimizer, or several that step together.
+
+    Raises:
+        ValueError: There is none, or two of them have the same parameter.
+    """
+    optimizers: list[Optimizer] = []
+    containers: list[Optimizer] = []
+    for optimizer in [given] if isinstance(given, Optimizer) else given:
+        inner = getattr(optimizer, "optimizers", None)
+        if inner is None or any("lr" in group for group in optimizer.param_groups):
+            optimizers.append(optimizer)
+        else:
+            containers.append(optimizer)
+            more, nested = taken_apart(list(inner))
+            optimizers += more
+            containers += nested
+    if not optimizers:
+        raise ValueError("optimizer ([]) must be an optimizer, or a list of at least one")
+    owners: dict[Tensor, Optimizer] = {}
+    for optimizer in optimizers:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if owners.setdefault(parameter, optimizer) is not optimizer:
+                raise ValueError(
+                    f"{type(owners[parameter]).__name__} and {type(optimizer).__name__} have the "
+                    f"same parameter, of shape {tuple(parameter.shape)}: optimizers that step "
+                    "together must have parameters of their own"
+                )
+    return optimizers, containers
+
+
+def groups_of(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
+    """The parameter groups of all of these, in order."""
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def name_of(optimizers: Iterable[Optimizer]) -> str:
+    """What a log calls them, such as `Muon+AdamW`."""
+    return "+".join(type(optimizer).__name__ for optimizer in optimizers)
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -79,9 +125,11 @@ def check_optimizer(optimizer: Optimizer) -> None:
 class Gate:
     """Stands before one optimizer until `remove` is called."""
 
-    def __init__(self, optimizer: Optimizer, owner: StepOwner) -> None:
+    def __init__(self, optimizer: Optimizer, owner: StepOwner, number: int = 0) -> None:
         check_optimizer(optimizer)
         self.optimizer = optimizer
+        self.number = number
+        """Number of the optimizer among those of its owner."""
         self.steps = False
         """Whether the optimizer's own `step` runs right now."""
         self._owner = owner
@@ -119,9 +167,10 @@ class Gate:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._owner.step_waits():
+        if self._owner.step_waits(self.number):
             return loss
-        result = self._owner.make_step(functools.partial(self._step_itself, **kwargs))
+        own = functools.partial(self._step_itself, **kwargs)
+        result = self._owner.make_step(self.number, own)
         return result if closure is None else loss
 
     def _step_itself(self, **kwargs: Any) -> Any:
@@ -135,7 +184,7 @@ class Gate:
         gate = self
 
         def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
-            if not gate._owner.gradient_waits():
+            if not gate._owner.gradient_waits(gate.number):
                 gate._zero_grad(set_to_none=set_to_none)
 
         return zero_grad
@@ -168,7 +217,7 @@ _ZERO_GRAD_OWNERS: WeakKeyDictionary[nn.Module, StepOwner] = WeakKeyDictionary()
 
 def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
     owner = _ZERO_GRAD_OWNERS.get(module)
-    if owner is None or not owner.gradient_waits():
+    if owner is None or not owner.gradient_waits(None):
         type(module).zero_grad(module, set_to_none=set_to_none)
 
 
@@ -210,7 +259,7 @@ class _EveryFew:
         self._steps = steps
         self._calls = 0
 
-    def step_waits(self) -> bool:
+    def step_waits(self, number: int) -> bool:
         if not self._calls and (gate := gate_of(self._optimizer)) is not None:
             gate.schedulers.settle()
         self._calls += 1
@@ -219,10 +268,10 @@ class _EveryFew:
     def schedule_waits(self) -> bool:
         return self._calls > 0
 
-    def gradient_waits(self) -> bool:
+    def gradient_waits(self, number: int | None) -> bool:
         return self._calls > 0
 
-    def make_step(self, own: Callable[[], Any]) -> Any:
+    def make_step(self, number: int, own: Callable[[], Any]) -> Any:
         grads = [
             parameter.grad
             for group in self._optimizer.param_groups

@@ -39,34 +39,37 @@ def calling_scaler() -> bool:
 class ScalerGate:
     """Holds back `unscale_`, `step` and `update` of a scaler while a step is accumulated.
 
-    A scaler of several optimizers is held back for the gated one only, except for `update`,
+    A scaler of several optimizers is held back for the gated ones only, except for `update`,
     which concerns them all.
     """
 
-    def __init__(self, scaler: GradScaler, optimizer: Optimizer, steps: Steps) -> None:
+    def __init__(self, scaler: GradScaler, steps: Steps) -> None:
         self.scaler = scaler
         own = {name: getattr(scaler, name) for name in ("unscale_", "step", "update")}
         waited = False
 
+        def number_of(target: Optimizer) -> int | None:
+            return next((n for n, each in enumerate(steps.optimizers) if each is target), None)
+
         def unscale_(target: Optimizer) -> None:
-            if target is not optimizer:
+            number = number_of(target)
+            if number is None:
                 own["unscale_"](target)
-            elif not steps.step_waits():
+            elif not steps.step_waits(number):
                 with steps.gradient.changing():
                     own["unscale_"](target)
 
         def step(target: Optimizer, *args: Any, **kwargs: Any) -> Any:
             nonlocal waited
-            if target is not optimizer:
+            number = number_of(target)
+            if number is None:
                 return own["step"](target, *args, **kwargs)
-            waited = steps.step_waits()
+            waited = steps.step_waits(number)
             if waited:
                 return None
             result = own["step"](target, *args, **kwargs)
-            if steps.step.pending:
-                # The gradient was not finite: the optimizer was never called. The samples are
-                # used up, but neither clock nor noise count them.
-                steps.skip_step()
+            # If the gradient was not finite, the optimizer was never called.
+            steps.skip_turn(number)
             return result
 
         def update(*args: Any, **kwargs: Any) -> None:

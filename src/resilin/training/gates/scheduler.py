@@ -15,7 +15,7 @@ import functools
 import gc
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -140,14 +140,17 @@ class SchedulerGate:
         if self._loose is not None:
             self._loose.take_part()
 
-    def keep_in(self, registry: Registry, handed_over: LRScheduler | None) -> None:
+    def keep_in(
+        self, registry: Registry, handed_over: LRScheduler | None, name: str = LOOSE
+    ) -> None:
         """Makes the schedulers that nobody handed over a part of the job's state.
 
         Args:
             registry: Where the state of the job is registered.
             handed_over: The scheduler whose state the model keeps.
+            name: Their name there.
         """
-        self._loose = LooseSchedulers(self, self._optimizer, registry, handed_over)
+        self._loose = LooseSchedulers(self, self._optimizer, registry, handed_over, name)
         self._loose.take_part()
 
     def remove(self) -> None:
@@ -162,6 +165,45 @@ class SchedulerGate:
             self._patch.remove()
             self._patch = None
             _Watched.uninstall()
+
+
+def matched(
+    given: LRScheduler | Sequence[LRScheduler] | None, optimizers: Sequence[Optimizer]
+) -> list[LRScheduler | None]:
+    """The scheduler of each of these optimizers, of those that the user hands over.
+
+    Args:
+        given: One scheduler, several, something that holds them as `schedulers`, or None.
+        optimizers: The optimizers.
+
+    Raises:
+        ValueError: One belongs to none of the optimizers, or an optimizer has two.
+    """
+    several: list[Any] = []
+    if isinstance(given, LRScheduler):
+        several = [given]
+    elif given is not None:
+        several = list(
+            given if isinstance(given, Sequence) else getattr(given, "schedulers", [given])
+        )
+    if len(optimizers) == len(several) == 1:
+        return several
+    found: list[LRScheduler | None] = [None] * len(optimizers)
+    for scheduler in several:
+        number = next((n for n, o in enumerate(optimizers) if scheduler.optimizer is o), None)
+        kind = type(scheduler).__qualname__
+        if number is None:
+            raise ValueError(
+                f"lr_scheduler: {kind} belongs to {type(scheduler.optimizer).__name__}, which is "
+                "none of the optimizers that were passed"
+            )
+        if found[number] is not None:
+            raise ValueError(
+                f"lr_scheduler: {type(found[number]).__qualname__} and {kind} belong to the same "
+                f"{type(scheduler.optimizer).__name__}: pass one of them, such as a SequentialLR"
+            )
+        found[number] = scheduler
+    return found
 
 
 def schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
@@ -309,6 +351,7 @@ class LooseSchedulers:
         optimizer: That optimizer.
         registry: Where the state of the job is registered.
         handed_over: The scheduler whose state the model keeps.
+        name: Their name in the state.
     """
 
     def __init__(
@@ -317,7 +360,9 @@ class LooseSchedulers:
         optimizer: Optimizer,
         registry: Registry,
         handed_over: LRScheduler | None,
+        name: str,
     ) -> None:
+        self._name = name
         self._gate = gate
         self._optimizer = optimizer
         self._registry = registry
@@ -327,12 +372,12 @@ class LooseSchedulers:
     def take_part(self) -> None:
         """Registers this, as soon as there are any."""
         if not self._registry.has(self) and self._present():
-            self._registry.add(LOOSE, self)
+            self._registry.add(self._name, self)
 
     def leave(self) -> None:
         """Gives the name free; those that are there stay in the state until another gate's are."""
         self._left = self._present()
-        self._registry.release(LOOSE)
+        self._registry.release(self._name)
 
     def _present(self) -> dict[str, LRScheduler]:
         if self._left is not None:
@@ -375,12 +420,12 @@ class ClockedScheduler:
 
     @classmethod
     def make(
-        cls, scheduler: LRScheduler | None, schedule_by: str, rule_clock: ClockName
-    ) -> ClockedScheduler | None:
-        """Hands a scheduler to a clock, unless the user keeps it.
+        cls, schedulers: Sequence[LRScheduler], schedule_by: str, rule_clock: ClockName
+    ) -> list[ClockedScheduler]:
+        """Hands schedulers to a clock, unless the user keeps them.
 
         Args:
-            scheduler: The user's scheduler, if there is one.
+            schedulers: The user's schedulers.
             schedule_by: `user`, a clock, or `rule` for the clock of the rule.
             rule_clock: That clock.
 
@@ -389,16 +434,16 @@ class ClockedScheduler:
         """
         _validate.one_of("schedule_by", schedule_by, ("user", "rule", *CLOCKS))
         if schedule_by == "user":
-            return None
-        if scheduler is None:
+            return []
+        if not schedulers:
             raise ValueError(f"schedule_by ({schedule_by!r}) needs an lr_scheduler")
-        if isinstance(scheduler, ReduceLROnPlateau):
+        if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers):
             raise ValueError(
                 f"ReduceLROnPlateau follows a metric and not a clock: schedule_by "
                 f"({schedule_by!r}) must be 'user'"
             )
         clock = rule_clock if schedule_by == "rule" else schedule_by
-        return cls(scheduler, clock)  # type: ignore[arg-type]
+        return [cls(scheduler, clock) for scheduler in schedulers]  # type: ignore[arg-type]
 
     def advance(self, before: float, after: float, end: float | None) -> None:
         """Steps the scheduler for the reference steps that an optimizer step has completed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from resilin.compat.torch_names import (
     splits_graph_by_buckets,
 )
 from resilin.engine.base import Engine
+from resilin.training.gates.optimizer import groups_of, name_of
 from resilin.training.gates.others import SECOND_MODEL
 from resilin.training.gradient.copies import check_live
 from resilin.training.gradient.sharding import Sharding, find_sharding
@@ -78,7 +79,7 @@ def _check_buckets(model: nn.Module, ddp_kwargs: dict[str, Any]) -> None:
 
 def divide_replicas(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizers: Sequence[Optimizer],
     mesh: DeviceMesh | None,
     ddp_kwargs: Mapping[str, Any],
     engine: Engine,
@@ -89,7 +90,7 @@ def divide_replicas(
 
     Args:
         model: The model.
-        optimizer: Its optimizer.
+        optimizers: Its optimizers.
         mesh: The data-parallel mesh, if the user names it.
         ddp_kwargs: Arguments for DistributedDataParallel.
         engine: Who is in the job.
@@ -105,7 +106,7 @@ def divide_replicas(
     sharding = find_sharding(model, mesh, engine.membership)
     if sharding is not None:
         parameters = model.parameters()
-        check_sharded(sharding, optimizer, parameters, ddp_kwargs, scaled=scaled)
+        check_sharded(sharding, optimizers, parameters, ddp_kwargs, scaled=scaled)
     if engine.live:
         check_live(model, sharding, engine.processes_per_copy)
     elif sharding is not None:
@@ -118,7 +119,7 @@ def divide_replicas(
 
 def check_sharded(
     sharding: Sharding,
-    optimizer: Optimizer,
+    optimizers: Sequence[Optimizer],
     parameters: Iterable[Tensor],
     ddp_kwargs: Mapping[str, Any],
     *,
@@ -128,7 +129,7 @@ def check_sharded(
 
     Args:
         sharding: The sharding of the model.
-        optimizer: Its optimizer.
+        optimizers: Its optimizers.
         parameters: All parameters of the model.
         ddp_kwargs: Arguments for DistributedDataParallel.
         scaled: Whether there is a GradScaler.
@@ -150,20 +151,28 @@ def check_sharded(
             "scaler: a GradScaler finds infinite gradients in its own shards alone, so members "
             "would skip different steps; train a sharded model in bfloat16, without it"
         )
-    _check_optimizer(sharding, optimizer, parameters)
+    _check_optimizers(sharding, optimizers, parameters)
 
 
-def _check_optimizer(
-    sharding: Sharding, optimizer: Optimizer, parameters: Iterable[Tensor]
+def _check_optimizers(
+    sharding: Sharding, optimizers: Sequence[Optimizer], parameters: Iterable[Tensor]
 ) -> None:
-    """Refuses an optimizer of the parameters that `fully_shard` has replaced."""
-    stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    """Refuses optimizers of the parameters that `fully_shard` has replaced."""
+    stepped = {parameter for group in groups_of(optimizers) for parameter in group["params"]}
     foreign = stepped - set(parameters)
     sharded = {p for unit in sharding.units for p in unit.parameters if p.requires_grad}
+    for optimizer in optimizers:
+        kind, own = type(optimizer), {p for g in optimizer.param_groups for p in g["params"]}
+        if kind.__name__ == "Muon" and kind.__module__.startswith("torch.") and own & sharded:
+            raise ValueError(
+                "torch.optim.Muon makes whole matrices orthogonal, and each process has a part of "
+                "those that fully_shard divides: train the model replicated, or choose another "
+                "optimizer for its sharded parameters"
+            )
     missing = sharded - stepped
     if foreign and missing:
         raise ValueError(
-            f"the optimizer lacks {len(missing)} of {len(sharded)} sharded parameters and has "
-            f"{len(foreign)} that the model does not have: fully_shard replaces parameters, so "
+            f"{name_of(optimizers)} lacks {len(missing)} of {len(sharded)} sharded parameters and "
+            f"has {len(foreign)} that the model does not have: fully_shard replaces parameters, so "
             "make the optimizer after it"
         )

@@ -253,7 +253,7 @@ class Gradient:
             yield self.exchange.step.complete
         finally:
             self.seals.forbid()
-            if self.exchange.step.complete:
+            if self.exchange.step.complete and not self.exchange.step.turns:
                 self.seals.close()
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:

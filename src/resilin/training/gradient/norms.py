@@ -7,11 +7,11 @@ the micro-gradients are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from resilin.compat.torch_names import norms_of_all
 from resilin.core.noise import NoiseSample, from_sums
@@ -51,15 +51,13 @@ def total(norms: Sequence[Tensor]) -> Tensor:
 
 
 class GroupNorms:
-    """Squared norms of gradients, added up per parameter group of the optimizer."""
+    """Squared norms of gradients, added up per parameter group of the optimizers."""
 
-    def __init__(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-        self.num_groups = len(optimizer.param_groups)
-        # Parameters that the optimizer does not have go to a group of their own, which is dropped.
+    def __init__(self, groups: Sequence[Mapping[str, Any]], parameters: Iterable[Tensor]) -> None:
+        self.num_groups = len(groups)
+        # Parameters that no optimizer has go to a group of their own, which is dropped.
         self._group = {
-            parameter: index
-            for index, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
+            parameter: index for index, group in enumerate(groups) for parameter in group["params"]
         }
         self.update(parameters)
 

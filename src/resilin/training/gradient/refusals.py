@@ -75,6 +75,23 @@ def not_reduced_by_ddp(missing: str) -> str:
     )
 
 
+def not_its_turn(optimizer: str) -> str:
+    """The refusal of an optimizer that steps in the turn of others."""
+    return (
+        f"{optimizer} steps in a step that model.turn() has given to other optimizers: give it the "
+        "turn, or leave out its step()"
+    )
+
+
+def not_all_stepped(*optimizers: str) -> str:
+    """The warning of a step that was made with some of the optimizers."""
+    return (
+        f"a step is over, and {', '.join(optimizers)} has not stepped in it: its gradient is "
+        "dropped, and the step counts. Where that is meant, say in each step whose turn it is: "
+        "model.turn(optimizer)"
+    )
+
+
 def unused_at_last(name: str) -> str:
     """The refusal of a step under HSDP whose last micro-batch leaves out a unit.
 

@@ -28,7 +28,7 @@ def job_hints(job: Job, measured: Measured) -> JobHints:
         measured: Its measurements.
     """
     engine, timeline = job.engine, job.timeline
-    clock_name = "progress" if job.trained is None else job.trained.rule.clock
+    clock_name = "progress" if job.trained is None else job.trained.scaling.clock
     profiles = _profiles(job, measured)
     me, clock = engine.membership, timeline.clock
     reference, batch_size, bounds, fixed = _batch(job)

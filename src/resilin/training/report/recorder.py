@@ -17,7 +17,7 @@ import platform
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -36,13 +36,13 @@ from resilin.core.events import (
     StepEvent,
 )
 from resilin.core.plan import BatchPlan
-from resilin.core.rules import rule_name
 from resilin.engine import environment, overrides
 from resilin.engine.base import Engine
 from resilin.engine.devices import Fetched
 from resilin.telemetry.log import EventLog
 from resilin.telemetry.read import last_event
 from resilin.training.events import Events, Stamp
+from resilin.training.gates.optimizer import name_of
 from resilin.training.records import Number
 from resilin.training.scaling.factors import Scaled, StepScaling
 from resilin.training.state.settings import StateSettings
@@ -198,7 +198,7 @@ class Recorder:
     def committed(
         self,
         scaling: StepScaling,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         samples: int,
         plan: BatchPlan | None,
     ) -> None:
@@ -206,17 +206,17 @@ class Recorder:
 
         Args:
             scaling: Gain and factors of the step.
-            optimizer: The optimizer that has stepped.
+            optimizers: The optimizers of the step.
             samples: Samples in the step, over all replicas.
             plan: How it was split; None without a loader of resilin.
         """
         if self._wanted:
             # The learning rate of this step: the loop may step a scheduler after it.
-            lr = optimizer.param_groups[0].get("lr")
+            lr = optimizers[0].param_groups[0].get("lr")
             self._committed = _Committed(
                 scaling,
                 scaling.last,
-                type(optimizer).__name__,
+                name_of(optimizers),
                 samples,
                 plan,
                 None if lr is None else float(lr),
@@ -297,7 +297,7 @@ class Recorder:
 
     def _introduce(self, committed: _Committed) -> None:
         """Reports what is trained, before the first step is reported."""
-        timeline, engine, rule = self._timeline, self._engine, committed.scaling.rule
+        timeline, engine, scaling = self._timeline, self._engine, committed.scaling
         reference = timeline.reference
         # Reported late: the first step has been made since.
         common: Stamp = {
@@ -325,8 +325,8 @@ class Recorder:
                 else reference.batch_size,
                 replicas=engine.membership.num_replicas,
                 hosts=engine.membership.num_hosts,
-                rule=rule_name(rule),
-                clock=rule.clock,
+                rule=scaling.rule_names,
+                clock=scaling.clock,
                 optimizer=committed.optimizer,
                 total_steps=timeline.total_steps,
                 steps_per_epoch=None if reference is None else reference.steps_per_epoch,

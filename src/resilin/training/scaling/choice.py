@@ -4,18 +4,58 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from resilin.core._warn import warn
 from resilin.core.rules import PowerRule, ScalingRule, default_rule, get_rule, rule_name
-from resilin.training.gates.factors import keeps_sgd_buffer, refuse_momentum
+from resilin.training.gates.describe import MOMENTUM_NAMES, description_of, momentum_name
+from resilin.training.gates.factors import refuse_momentum
+from resilin.training.gates.optimizer import groups_of, name_of
 
 logger = logging.getLogger("resilin")
 
 _NOT_SET = frozenset({"params", "initial_lr"})
 """Parts of a parameter group that are no settings of the script."""
+
+
+def choose_rules(
+    rule: str | ScalingRule | Sequence[str | ScalingRule], optimizers: Sequence[Optimizer]
+) -> list[ScalingRule]:
+    """The rule of each optimizer.
+
+    Args:
+        rule: One for all, or one for each; see `choose_rule`.
+        optimizers: The optimizers that step together.
+
+    Raises:
+        ValueError: There is not one for each, or they have different clocks, of which a job has
+            one.
+    """
+    each = (
+        [rule] * len(optimizers)
+        if isinstance(rule, str) or not isinstance(rule, Sequence)
+        else list(rule)
+    )
+    if len(each) != len(optimizers):
+        raise ValueError(
+            f"rule has {len(each)} entries and there are {len(optimizers)} optimizers: pass one "
+            "rule for all of them, or one for each"
+        )
+    rules = [choose_rule(*pair) for pair in zip(each, optimizers, strict=True)]
+    first = rules[0]
+    for own, optimizer in zip(rules, optimizers, strict=True):
+        if own.clock != first.clock:
+            raise ValueError(
+                f"rule {rule_name(first)} of {type(optimizers[0]).__name__} measures training time "
+                f"by the {first.clock} clock, and {rule_name(own)} of {type(optimizer).__name__} "
+                f"by the {own.clock} clock: optimizers that step together have one clock; choose "
+                "rules with the same one"
+            )
+    return rules
 
 
 def choose_rule(rule: str | ScalingRule, optimizer: Optimizer) -> ScalingRule:
@@ -29,11 +69,10 @@ def choose_rule(rule: str | ScalingRule, optimizer: Optimizer) -> ScalingRule:
         ValueError: Unknown name, no default, or a rule that the optimizer cannot honour.
     """
     kind = type(optimizer)
-    if rule == "auto":
-        return default_rule(kind.__name__)
-    chosen = get_rule(rule)
+    chosen = default_rule(kind.__name__) if rule == "auto" else get_rule(rule)
     if not _can_honour(chosen, optimizer):
         raise refuse_momentum(optimizer)
+    _warn_of_decay(chosen, optimizer)
     if _changes_momentum(chosen) and isinstance(optimizer, SGD) and _steps_by_itself(kind):
         logger.warning(
             "%s has a step of its own: rule %s takes its momentum for that of torch.optim.SGD",
@@ -49,13 +88,37 @@ def _changes_momentum(rule: ScalingRule) -> bool:
 
 
 def _can_honour(rule: ScalingRule, optimizer: Optimizer) -> bool:
-    if not _changes_momentum(rule) or keeps_sgd_buffer(optimizer):
+    """Whether each group has a momentum of a known form, or none.
+
+    Adam's first beta is its momentum, and only some rules change that.
+    """
+    if not _changes_momentum(rule):
         return True
-    # Adam's first beta is its momentum.
     betas = isinstance(rule, PowerRule) and rule.betas
-    return betas and all(
-        "betas" in group and not group.get("momentum") for group in optimizer.param_groups
+    for group in optimizer.param_groups:
+        known = description_of(optimizer, group)
+        if momentum_name(group) is not None:
+            if known.momentum is None:
+                return False
+        elif not any(name in group for name in MOMENTUM_NAMES) and not (
+            betas and any(name in group for name in known.betas)
+        ):
+            return False
+    return True
+
+
+def _warn_of_decay(rule: ScalingRule, optimizer: Optimizer) -> None:
+    """Warn of a weight decay that the rule changes, if what it does is not known."""
+    decays = any(
+        group.get("weight_decay") and description_of(optimizer, group).decay is None
+        for group in optimizer.param_groups
     )
+    if decays and isinstance(rule, PowerRule) and rule.weight_decay:
+        kind = type(optimizer).__qualname__
+        warn(
+            f"rule {rule_name(rule)} scales the weight decay, and what weight_decay does in {kind} "
+            f"is not known: it stays as it is. Say it with resilin.describe({kind}, decay=...)"
+        )
 
 
 def _steps_by_itself(kind: type[Any]) -> bool:
@@ -63,14 +126,14 @@ def _steps_by_itself(kind: type[Any]) -> bool:
     return inspect.unwrap(kind.step) is not inspect.unwrap(SGD.step)
 
 
-def settings_of(optimizer: Optimizer) -> dict[str, Any]:
-    """What the script sets: the class, and the numbers of each group before its scheduler."""
+def settings_of(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """What the script sets: the classes, and the numbers of each group before its scheduler."""
     groups = []
-    for group in optimizer.param_groups:
+    for group in groups_of(optimizers):
         first = {**group, "lr": group.get("initial_lr", group.get("lr"))}
         numbers = {name: _numbers(first[name]) for name in group if name not in _NOT_SET}
         groups.append({name: found for name, found in numbers.items() if found})
-    return {"class": type(optimizer).__name__, "groups": groups}
+    return {"class": name_of(optimizers), "groups": groups}
 
 
 def _numbers(setting: Any) -> list[float]:
@@ -122,14 +185,13 @@ def _words(numbers: list[float]) -> str:
     return ", ".join(f"{number:g}" for number in numbers)
 
 
-def compare_with_saved(rule: ScalingRule, saved: str | None) -> None:
+def compare_with_saved(name: str, saved: str | None) -> None:
     """Log that a job continues with another rule than it was saved with.
 
     Args:
-        rule: The rule of this run.
+        name: Name of the rule of this run.
         saved: Name of the rule in the state; None in a state from before it was kept.
     """
-    name = rule_name(rule)
     if saved is not None and saved != name:
         logger.warning(
             "the state was trained with rule %s, and this run continues with %s; to keep the "

@@ -7,12 +7,13 @@ step that is made changes what is known of the noise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.optim import Optimizer
 
+from resilin.core.clock import ClockName
 from resilin.core.noise import Noise, gain
 from resilin.core.rules import Factors, ScalingRule, group_factors, rule_name, total_noise
 from resilin.core.step import Reduced
@@ -52,28 +53,43 @@ class StepScaling:
     """Gain and factors of one step after another.
 
     Args:
-        rule: The scaling rule.
+        rules: The scaling rule of each optimizer; all have the same clock.
         estimates: Averages of the measured noise.
         reference: The batch that the learning rate was tuned for.
         timeline: The clock of the job.
-        optimizer: The optimizer, as the script has made it.
+        optimizers: The optimizers, as the script has made them.
     """
 
     def __init__(
         self,
-        rule: ScalingRule,
+        rules: Sequence[ScalingRule],
         estimates: NoiseEstimates,
         reference: ReferenceBatch,
         timeline: Timeline,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
     ) -> None:
-        self.rule = rule
+        self.rules = tuple(rules)
+        self._rule_of_group = [
+            rule
+            for rule, optimizer in zip(rules, optimizers, strict=True)
+            for _ in optimizer.param_groups
+        ]
         self.estimates = estimates
         self.reference = reference
-        self.last = Scaled(factors=(Factors(),) * len(optimizer.param_groups))
+        self.last = Scaled(factors=(Factors(),) * len(self._rule_of_group))
         """The last step that was made."""
         self._timeline = timeline
-        self._settings = settings_of(optimizer)
+        self._settings = settings_of(optimizers)
+
+    @property
+    def clock(self) -> ClockName:
+        """The clock of all rules."""
+        return self.rules[0].clock
+
+    @property
+    def rule_names(self) -> str:
+        """Their names, such as `adamscale`, or `muonscale+adamscale` if they differ."""
+        return "+".join(dict.fromkeys(map(rule_name, self.rules)))
 
     # Measurements --------------------------------------------------------------------------
 
@@ -142,11 +158,11 @@ class StepScaling:
         )
         noise = self.estimates.noise_in(averages)
         factors = group_factors(
-            self.rule,
+            self._rule_of_group,
             batch_size=scale * reference,
             reference=reference,
             noise=noise,
-            elapsed=self.reference.read(self.rule.clock),
+            elapsed=self.reference.read(self.clock),
         )
         worth = gain(total_noise(noise), scale * reference, reference)
         return Prepared(reduced, Scaled(scale, worth, factors), averages)
@@ -166,7 +182,7 @@ class StepScaling:
 
     def state_dict(self) -> dict[str, Any]:
         """Estimates, rule and settings of the optimizer. Waits for the device."""
-        ours = {"rule": rule_name(self.rule), "settings": self._settings}
+        ours = {"rule": self.rule_names, "settings": self._settings}
         return {**self.estimates.state_dict(), **ours}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -176,5 +192,5 @@ class StepScaling:
             ValueError: It belongs to another optimizer.
         """
         self.estimates.load_state_dict(state)
-        compare_with_saved(self.rule, state.get("rule"))
+        compare_with_saved(self.rule_names, state.get("rule"))
         compare_settings(self._settings, state.get("settings"))

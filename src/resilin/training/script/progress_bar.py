@@ -69,7 +69,7 @@ class _Pass:
             return
         assert job.trained is not None
         clock = job.clock
-        steps = clock.progress if job.trained.rule.clock == "progress" else clock.sample_steps
+        steps = clock.progress if job.trained.scaling.clock == "progress" else clock.sample_steps
         # The loader sets the reference of the job with the first step.
         known = None if job.timeline.reference is None else job.timeline.reference.steps_per_epoch
         per_epoch = known or whole

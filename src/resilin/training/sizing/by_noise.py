@@ -16,6 +16,7 @@ from resilin.core.events import DecisionEvent
 from resilin.core.noise_cap import NoiseCap
 from resilin.core.ramp import CONFIDENCE, NoiseRamp
 from resilin.core.rules import WeakEvidenceWarning
+from resilin.training.gates.optimizer import name_of
 from resilin.training.sizing.context import lower_noise_scale, noise_of
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class Capping:
             WeakEvidenceWarning: The optimizer is not SGD.
         """
         trained = self._job.trained
-        optimizer = None if trained is None else type(trained.optimizer).__name__
+        optimizer = None if trained is None else name_of(trained.optimizers)
         if optimizer in (None, "SGD") or self._warned:
             return
         self._warned = True

@@ -1,9 +1,11 @@
 """The cross-check: replicas periodically compare a hash of state that must be the same on all.
 
 After each step all replicas must have the same parameters, learning rates and clock, bit for bit;
-otherwise they train different models without any sign of it. A hash of these is part of the ballot
-of some steps. Sums of its pieces and of their squares show whether all replicas have the same hash;
-if not, the replicas exchange details, and all of them fail with the names of those that differ.
+otherwise they train different models without any sign of it. Once per generation the state of the
+optimizers is compared as well: some divide it among processes, and a job keeps that of replica 0.
+A hash of these is part of the ballot of some steps. Sums of its pieces and of their squares show
+whether all replicas have the same hash; if not, the replicas exchange details, and all of them fail
+with the names of those that differ.
 
 Buffers are left out: each replica has its own BatchNorm statistics until DDP sends those of replica
 0, and other buffers of a module may differ as well. So are parameters that DDP ignores, and those
@@ -19,7 +21,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -71,20 +73,20 @@ class _Taken:
         step: Steps made so far.
         began: When it was begun to take them, by `time.perf_counter()`.
         said: Those of the host.
-        trained: The parameters, whose sums may still be under way when this returns.
+        tensors: Tensors, whose sums may still be under way when this returns.
     """
 
     def __init__(
-        self, step: int, began: float, said: dict[str, str], trained: Mapping[str, Tensor]
+        self, step: int, began: float, said: dict[str, str], tensors: Mapping[str, Tensor]
     ) -> None:
         self.step = step
         self._said = said
-        self._names = list(trained)
-        places = {parameter.device for parameter in trained.values()}
+        self._names = list(tensors)
+        places = {tensor.device for tensor in tensors.values()}
         self.queued = any(devices.of(place).queues for place in places)
         """Whether to read them means to wait, unless that is done a step later."""
         before = _marks(places)
-        self._sums = _fetch_sums(list(trained.values()))
+        self._sums = _fetch_sums(list(tensors.values()))
         self._marks = list(zip(before, _marks(places), strict=True))
         self.time = time.perf_counter()
         self._seconds = self.time - began
@@ -92,7 +94,7 @@ class _Taken:
     def read(self) -> dict[str, str]:
         """All of them; waits if a device has not come this far."""
         for name, (columns, rows) in zip(self._names, _read_sums(self._sums), strict=True):
-            self._said[f"parameter {name}"] = f"{columns % 2**64:016x}{rows % 2**64:016x}"
+            self._said[name] = f"{columns % 2**64:016x}{rows % 2**64:016x}"
         return self._said
 
     @property
@@ -115,6 +117,7 @@ class DivergenceCheck:
             A hash of a device that queues its work is compared a step later, so that nobody waits
             for it, and the next one is taken after that.
         decided: Returns other numbers that must be the same, by name, as in `decided_by`.
+        optimizers: The optimizers of the model.
 
     Raises:
         ValueError: `every`, or what the launcher says in its place, is none of these.
@@ -127,11 +130,14 @@ class DivergenceCheck:
         module: nn.Module,
         every: CrossCheck,
         decided: Callable[[], Mapping[str, Sequence[float]]],
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
         self._engine = engine
         self._timeline = timeline
         self._module = module
         self._decided = decided
+        self._optimizers = optimizers
+        self._states_due = True
         self._every = _setting(every)
         self._members: tuple[int, int] | None = None
         self._due = 0
@@ -152,6 +158,7 @@ class DivergenceCheck:
         if members != self._members:
             # A replica that joined has to start with the state of the others.
             self._members, self._due, self._checked, self._taken = members, step, None, None
+            self._states_due = True
         if self._taken is None:
             if step < self._due:
                 return ()
@@ -205,15 +212,19 @@ class DivergenceCheck:
         said = {"clock": _hex(*self._timeline.clock.state().values())}
         said |= {name: _hex(*numbers) for name, numbers in self._decided().items()}
         ignored = ignored_by_ddp(self._module)
-        trained = {
-            name: parameter
+        tensors: dict[str, Tensor] = {
+            f"parameter {name}": parameter
             for name, parameter in self._module.named_parameters()
             if parameter.requires_grad
             and name not in ignored
             # Each process has another shard.
             and not hasattr(parameter, "device_mesh")
         }
-        return _Taken(step, began, said, trained)
+        if self._states_due and step > 0:
+            self._states_due, states = False, _states_of(self._optimizers)
+            said[_DIVIDED] = "\n".join(f"{key} {tuple(t.shape)}" for key, t in states.items())
+            tensors |= states
+        return _Taken(step, began, said, tensors)
 
     def _who(self) -> str:
         """Description of the differences by replica. Collective: all replicas have seen them."""
@@ -231,6 +242,15 @@ class DivergenceCheck:
         ]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         others = f"the other {number}" if several else f"replica {right}"
+        if names and names[0].startswith(_DIVIDED):
+            kinds = " or ".join(type(optimizer).__name__ for optimizer in self._optimizers)
+            return (
+                f"replicas have different states of the optimizer after step "
+                f"{self._checked[0] if self._checked else 0} ({kinds}), as if it divided them "
+                "among processes. A job keeps the state of one replica, and a restart would give "
+                "that to all: use the form of the optimizer for one process, since gradients are "
+                "reduced already, or shard the model with fully_shard"
+            )
         return (
             f"replicas have diverged by step {self._checked[0] if self._checked else 0}: of "
             f"{len(digests)} replicas, {_list(odd)} differ{'s' if len(odd) == 1 else ''} from "
@@ -240,15 +260,34 @@ class DivergenceCheck:
 
 
 def decided_by(
-    optimizer: Optimizer, scale: float, gain: float, factors: Sequence[Factors]
+    groups: Sequence[Mapping[str, Any]], scale: float, gain: float, factors: Sequence[Factors]
 ) -> dict[str, tuple[float, ...]]:
-    """The numbers by which the optimizer of a model made its last step, by name."""
+    """The numbers by which the optimizers of a model made its last step, by name."""
     rates = {
         f"learning rate of group {number}": (float(group["lr"]),)
-        for number, group in enumerate(optimizer.param_groups)
+        for number, group in enumerate(groups)
     }
     each = ((f.lr, f.beta_power, f.eps, f.weight_decay, f.momentum_power) for f in factors)
     return rates | {"scale, gain and factors": (scale, gain, *itertools.chain(*each))}
+
+
+_DIVIDED = "state of the optimizers"
+"""What the names of compared values of optimizers begin with."""
+
+
+def _states_of(optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """The tensors that optimizers keep for their parameters; empty if some are shards."""
+    found: dict[str, Tensor] = {}
+    for kind, optimizer in enumerate(optimizers):
+        every = (p for group in optimizer.param_groups for p in group["params"])
+        for number, parameter in enumerate(every):
+            if hasattr(parameter, "device_mesh"):
+                return {}
+            # Not by indexing, which would add an entry.
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.numel():
+                    found[f"{_DIVIDED} {kind}.{number}.{key}"] = value
+    return found
 
 
 def sums_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
