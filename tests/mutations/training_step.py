@@ -365,7 +365,7 @@ MUTATIONS: list[Mutation] = [
         old="if (first.span, first.plan) == (planned.span, planned.plan):",
         new="if first.span.start == planned.span.start:",
         test="tests/training/data/test_reading.py::"
-        "test_what_was_prefetched_has_the_size_of_its_step",
+        "test_what_was_prefetched_is_dropped_where_the_loop_sets_another_size",
     ),
     Mutation(
         promise="what is queued after a prefetched batch runs after its copy",

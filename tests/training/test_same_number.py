@@ -132,9 +132,11 @@ def test_replicas_meet_right_after_the_batch_size_was_raised():
 @pytest.mark.world_size(3)
 def test_replicas_whose_memory_differs_split_steps_alike():
     # What a linear layer keeps for backward is about 24 bytes a sample.
-    budget = [10_000, 200, 10_000][replica()]
-    calls, _ = train((24,), max_local_bsz="auto", memory_budget=budget)
+    budget = [10_000, 100, 10_000][replica()]
+    calls, _ = train((24,) * 5, max_local_bsz="auto", memory_budget=budget)
+    # The first step finds out, and later ones would have one micro-batch of 8 if they could.
     assert calls[0] > 1
+    assert calls[-1] > 1
 
 
 OF_TWO_AND_FOUR = pytest.mark.parametrize("world", worlds(2, 4))

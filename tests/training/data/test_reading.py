@@ -336,6 +336,20 @@ def sizes_of(batches, run):
         yield len(x)
 
 
+def test_what_was_prefetched_is_dropped_where_the_loop_sets_another_size():
+    trained = []
+    for read in (iter, lambda b: b.prefetch("cpu", ahead=3)):
+        run, sizes = Run(most=6, rule="linear"), []
+        for _ in range(EPOCHS):
+            for size in sizes_of(read(run.loader), run):
+                sizes.append(size)
+                run.loader.set_batch_size(8 + 5 * (run.model.clock.steps // 2 % 2))
+        trained.append((sizes, [*run.net.parameters()]))
+    assert trained[0][0] == trained[1][0]
+    assert len(set(trained[0][0])) > 1
+    torch.testing.assert_close(trained[0][1], trained[1][1], rtol=0, atol=0)
+
+
 def test_what_was_prefetched_has_the_size_of_its_step():
     trained = []
     for read in (iter, lambda b: b.prefetch("cpu", ahead=3)):
