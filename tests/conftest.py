@@ -17,7 +17,8 @@ import gc
 import os
 import re
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         preload(item)
     if world.world_of(item):
         item.fixturenames = ["tmp_path"]  # all the others are for the ranks to set up
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None]:
+    """A process group that outlives its test is that test's fault, not that of the next one."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and not world.in_rank() and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("the test has left the default process group to the tests after it")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,6 +1,7 @@
 """Several optimizers in one step, within Accelerate and Fabric: the run is that of plain torch."""
 
 import pytest
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import resilin
@@ -63,6 +64,7 @@ def by_fabric(tmp_path, epochs, start=None):
                 optimizer.step()
                 optimizer.zero_grad()
     fabric.save(tmp_path / f"state-{epochs}", state)
+    dist.destroy_process_group()  # Fabric does not
     return p
 
 
