@@ -606,7 +606,7 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         promise="the gradient has its share where the momentum is Nesterov's",
         path="training/gates/factors.py",
-        old='if "dampening" in group and not group["nesterov"] and _has_buffers(',
+        old='if "dampening" in group and not nesterov and _has_buffers(',
         new="if _has_buffers(",
         test="tests/training/gates/test_factors.py::"
         "test_under_a_constant_gradient_a_step_is_worth_its_reference_steps",

@@ -243,15 +243,18 @@ def rule_name(rule: ScalingRule) -> str:
 
 _STRONG = {"SGD": "adascale", "Adam": "adamscale", "AdamW": "adamscale"}
 _WEAK = ("Adafactor", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop")
-_MUON = (
+MUON = (
     "Dion",
     "DistMuon",
+    "DistMuonAdamW",
     "Muon",
     "MuonAdamW",
     "MuonWithAuxAdam",
+    "NorMuon",
     "SingleDeviceMuon",
     "SingleDeviceMuonWithAuxAdam",
 )
+"""Names of the classes that are Muon, or Muon for some of their groups."""
 
 
 def default_rule(optimizer: str) -> ScalingRule:
@@ -272,7 +275,7 @@ def default_rule(optimizer: str) -> ScalingRule:
             WeakEvidenceWarning,
         )
         return PowerRule(0.5, 0.5)
-    if optimizer in _MUON:
+    if optimizer in MUON:
         warn(
             f"the default rule for {optimizer}, muonscale, rests on weak evidence: one small task; "
             "pass rule= to choose one yourself",
@@ -281,7 +284,7 @@ def default_rule(optimizer: str) -> ScalingRule:
         return get_rule("muonscale")
     raise ValueError(
         f"no default rule for optimizer {optimizer!r} (there is one for "
-        f"{', '.join((*_STRONG, *_WEAK, *_MUON))}); pass rule= one of {', '.join(RULES)}, or your "
+        f"{', '.join((*_STRONG, *_WEAK, *MUON))}); pass rule= one of {', '.join(RULES)}, or your "
         "own"
     )
 

@@ -213,7 +213,7 @@ def wrap(
     wrapped = AdaptiveDataParallel(
         prepared,
         list(map(bare_optimizer, optimizers)),
-        schedulers[0] if len(schedulers) == 1 else schedulers,
+        schedulers,
         scaler=accelerator.scaler,
         **{**ddp, **adaptive},
     )

@@ -127,8 +127,7 @@ class AdaptiveDataParallel(nn.Module):
             check_optimizer(each)
         rules = choose_rules(overrides.rule() or rule, optimizers)
         schedulers = matched(lr_scheduler, optimizers)
-        handed = [scheduler for scheduler in schedulers if scheduler is not None]
-        clocked = ClockedScheduler.make(handed, schedule_by, rules[0].clock)
+        clocked = ClockedScheduler.make(schedulers, schedule_by, rules[0].clock)
         schedule = MeasureSchedule(stats_every, stats_budget)
         sharding = divide_replicas(
             model, optimizers, mesh, ddp_kwargs, job.engine, scaled=scaler is not None
@@ -172,7 +171,7 @@ class AdaptiveDataParallel(nn.Module):
         self._gates: list[Removable] = [*self._steps.gates]
         try:
             self._put_gates(clocked, scaler, containers)
-            self._register(schedulers, scaler)
+            self._register(schedulers, clocked, scaler)
         except BaseException:
             self.release()
             raise
@@ -182,17 +181,16 @@ class AdaptiveDataParallel(nn.Module):
 
     def _put_gates(
         self,
-        clocked: Sequence[ClockedScheduler],
+        clocked: Sequence[ClockedScheduler | None],
         scaler: torch.amp.GradScaler | None,
         containers: Sequence[Optimizer],
     ) -> None:
         """Makes module, schedulers and scaler wait, as the optimizers do."""
         steps, gates = self._steps, self._gates
-        steps.schedulers = list(clocked)
+        steps.schedulers = [own for own in clocked if own is not None]
         gates.append(ModuleGate(self.module, steps))
-        for gate in steps.gates:
-            own = (c for c in clocked if c.scheduler.optimizer is gate.optimizer)
-            gate.schedulers.hand_to(next(own, None))
+        for gate, own in zip(steps.gates, clocked, strict=True):
+            gate.schedulers.hand_to(own)
             refuse = partial(_refuse_group, len(gate.optimizer.param_groups))
             gates.append(Patch(gate.optimizer, {"add_param_group": refuse}))
         parameters, iterations = self.module.parameters(), self.job.iterations
@@ -203,9 +201,11 @@ class AdaptiveDataParallel(nn.Module):
             gates.append(steps.scaler)
 
     def _register(
-        self, schedulers: Sequence[LRScheduler | None], scaler: torch.amp.GradScaler | None
+        self,
+        schedulers: Sequence[LRScheduler | None],
+        clocked: Sequence[ClockedScheduler | None],
+        scaler: torch.amp.GradScaler | None,
     ) -> None:
-        clocked = {id(own.scheduler): own for own in self._steps.schedulers}
         parts: dict[str, Any] = {
             "model": self.module,
             "frozen": Frozen(self.module),
@@ -215,8 +215,8 @@ class AdaptiveDataParallel(nn.Module):
         }
         for number, optimizer in enumerate(self.optimizers):
             parts[f"optimizer{number or ''}"] = optimizer
-        for number, scheduler in enumerate(schedulers):
-            parts[f"scheduler{number or ''}"] = clocked.get(id(scheduler), scheduler)
+        for number, (scheduler, own) in enumerate(zip(schedulers, clocked, strict=True)):
+            parts[f"scheduler{number or ''}"] = own or scheduler
         parts["scaler"] = scaler
         for name, part in parts.items():
             if part is not None:

@@ -435,7 +435,7 @@ class Steps:
         if step.stopped or (step.failed and step.part is None):
             return True
         if number is not None and number not in self.due:
-            raise RuntimeError(refusals.not_its_turn(*self._names(number)))
+            raise RuntimeError(refusals.not_its_turn(self._name(number)))
         if step.turns:
             # The gradient is complete, and another optimizer may have changed its own part.
             return False
@@ -562,15 +562,15 @@ class Steps:
 
     def _end_turns(self) -> None:
         """Commits a step in which the loop has stepped some of its optimizers."""
-        left = set(self.due) - set(self.now.step.turns)
-        warn(refusals.not_all_stepped(*(name for n in sorted(left) for name in self._names(n))))
+        left = sorted(set(self.due) - set(self.now.step.turns))
+        warn(refusals.not_all_stepped(*map(self._name, left)))
         self._turns_over()
 
-    def _names(self, *numbers: int) -> list[str]:
-        """How a message calls these optimizers."""
+    def _name(self, number: int) -> str:
+        """How a message calls an optimizer."""
         kinds = [type(optimizer).__name__ for optimizer in self.optimizers]
-        several = len(set(kinds)) < len(kinds)
-        return [f"{kinds[n]} (optimizer {n})" if several else kinds[n] for n in numbers]
+        alike = kinds.count(kinds[number]) > 1
+        return f"{kinds[number]} (optimizer {number})" if alike else kinds[number]
 
     def leave_step(self) -> None:
         """Called when the loop, here or on another replica, has abandoned the step."""

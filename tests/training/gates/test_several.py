@@ -165,7 +165,34 @@ def test_a_scheduler_by_the_clock_follows_its_own_optimizer():
     assert p.second.param_groups[0]["lr"] == pytest.approx(0.02 * 0.9**7)
 
 
-def test_each_has_a_rule_and_each_group_its_factors(monkeypatch):
+def test_the_only_scheduler_may_belong_to_a_wrapper_of_the_optimizer():
+    """As where a framework has prepared the optimizer before its scheduler was made."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner, self.param_groups = inner, inner.param_groups
+            self.state, self.defaults = inner.state, inner.defaults
+
+        def step(self, closure=None):
+            return self.inner.step(closure)
+
+    resilin.reset_job()
+    net = nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    prepared = Wrapper(optimizer)
+    scheduler = LambdaLR(prepared, lambda step: 1 / (1 + step))
+    model = resilin.AdaptiveDataParallel(
+        net, optimizer, scheduler, rule="constant", schedule_by="samples"
+    )
+    for x, y in resilin.AdaptiveDataLoader(data(), BATCH, shuffle=False):
+        F.mse_loss(model(x), y).backward()
+        prepared.step()
+        prepared.zero_grad()
+    assert scheduler.last_epoch == model.clock.steps == 7
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
+
+
+def test_each_has_a_rule_and_each_group_its_factors():
     p = Parts()
     model = p.wrap(rule=["linear", "sqrt"])
     p.schedulers.clear()

@@ -184,6 +184,27 @@ def test_an_optimizer_that_divides_its_state_among_processes_is_refused(whole, c
 
 
 @pytest.mark.world_size(2)
+def test_the_optimizer_may_have_other_states_for_what_ddp_ignores():
+    module = nn.ModuleDict({"ours": nn.Linear(3, 1), "own": nn.Linear(3, 1)})
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        module, ["own.weight", "own.bias"]
+    )
+    module.forward = lambda x: module["ours"](x) + module["own"](x) * (1 + replica())
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    model = resilin.AdaptiveDataParallel(module, optimizer, rule="constant", cross_check=1)
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    for (batch,) in resilin.AdaptiveDataLoader(TensorDataset(x), 4):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.clock.steps == 10
+    own = optimizer.state[module["own"].weight]["exp_avg"]
+    everyone = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(everyone, own)
+    assert not torch.equal(*everyone)
+
+
+@pytest.mark.world_size(2)
 def test_the_launcher_decides_before_the_script(monkeypatch):
     monkeypatch.setenv("RESILIN_CROSS_CHECK", "2")
     parts = make(cross_check="off")

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from resilin.core import _validate
+from resilin.core.rules import MUON
 
 Momentum = Literal["sum", "mean"]
 Decay = Literal["decoupled", "gradient"]
@@ -50,14 +51,7 @@ class Description:
 _MUON = Description(momentum="mean", decay="decoupled", betas=("betas", "beta1", "beta2"))
 _KNOWN: Mapping[str, Description] = {
     "Adafactor": Description(decay="decoupled"),
-    "Dion": _MUON,
-    "DistMuon": _MUON,
-    "DistMuonAdamW": _MUON,
     "Lion": Description(decay="decoupled"),
-    "Muon": _MUON,
-    "MuonAdamW": _MUON,
-    "MuonWithAuxAdam": _MUON,
-    "NorMuon": _MUON,
     "SOAP": Description(
         decay="decoupled",
         betas=("betas", "shampoo_beta"),
@@ -67,8 +61,7 @@ _KNOWN: Mapping[str, Description] = {
         betas=("betas", "beta3"),
         periods=("precondition_frequency", "preconditioning_compute_steps"),
     ),
-    "SingleDeviceMuon": _MUON,
-    "SingleDeviceMuonWithAuxAdam": _MUON,
+    **dict.fromkeys(MUON, _MUON),
 }
 """By the name of the class, whatever its module: scripts have copies of most of these."""
 _PLAIN = Description()

@@ -122,9 +122,10 @@ def _scale_momentum(loan: _Loan, group: dict[str, Any], known: Description, powe
         loan.set(group, name, _exact.power(float(group[name]), power))
         return
     dampening = float(group.get("dampening", 0.0))
-    scaled = scaled_momentum(float(group["momentum"]), dampening, power)
-    loan.set(group, "momentum", scaled.momentum)
-    if "dampening" in group and not group["nesterov"] and _has_buffers(loan.optimizer, group):
+    scaled = scaled_momentum(float(group[name]), dampening, power)
+    loan.set(group, name, scaled.momentum)
+    nesterov = group.get("nesterov", False)
+    if "dampening" in group and not nesterov and _has_buffers(loan.optimizer, group):
         loan.set(group, "dampening", scaled.dampening)
         return
     loan.multiply_gradients(group["params"], scaled.gradient)

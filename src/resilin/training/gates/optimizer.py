@@ -83,7 +83,7 @@ def taken_apart(given: Optimizer | Sequence[Optimizer]) -> tuple[list[Optimizer]
         raise ValueError("optimizer ([]) must be an optimizer, or a list of at least one")
     owners: dict[Tensor, Optimizer] = {}
     for optimizer in optimizers:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in parameters_of(optimizer):
             if owners.setdefault(parameter, optimizer) is not optimizer:
                 raise ValueError(
                     f"{type(owners[parameter]).__name__} and {type(optimizer).__name__} have the "
@@ -96,6 +96,11 @@ def taken_apart(given: Optimizer | Sequence[Optimizer]) -> tuple[list[Optimizer]
 def groups_of(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
     """The parameter groups of all of these, in order."""
     return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def parameters_of(*optimizers: Optimizer) -> list[Tensor]:
+    """The parameters of all of these, in order."""
+    return [parameter for group in groups_of(optimizers) for parameter in group["params"]]
 
 
 def name_of(optimizers: Iterable[Optimizer]) -> str:

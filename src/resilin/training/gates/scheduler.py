@@ -420,12 +420,12 @@ class ClockedScheduler:
 
     @classmethod
     def make(
-        cls, schedulers: Sequence[LRScheduler], schedule_by: str, rule_clock: ClockName
-    ) -> list[ClockedScheduler]:
+        cls, schedulers: Sequence[LRScheduler | None], schedule_by: str, rule_clock: ClockName
+    ) -> list[ClockedScheduler | None]:
         """Hands schedulers to a clock, unless the user keeps them.
 
         Args:
-            schedulers: The user's schedulers.
+            schedulers: The user's scheduler of each optimizer, if there is one.
             schedule_by: `user`, a clock, or `rule` for the clock of the rule.
             rule_clock: That clock.
 
@@ -434,8 +434,8 @@ class ClockedScheduler:
         """
         _validate.one_of("schedule_by", schedule_by, ("user", "rule", *CLOCKS))
         if schedule_by == "user":
-            return []
-        if not schedulers:
+            return [None] * len(schedulers)
+        if all(scheduler is None for scheduler in schedulers):
             raise ValueError(f"schedule_by ({schedule_by!r}) needs an lr_scheduler")
         if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers):
             raise ValueError(
@@ -443,7 +443,10 @@ class ClockedScheduler:
                 f"({schedule_by!r}) must be 'user'"
             )
         clock = rule_clock if schedule_by == "rule" else schedule_by
-        return [cls(scheduler, clock) for scheduler in schedulers]  # type: ignore[arg-type]
+        return [
+            None if scheduler is None else cls(scheduler, clock)  # type: ignore[arg-type]
+            for scheduler in schedulers
+        ]
 
     def advance(self, before: float, after: float, end: float | None) -> None:
         """Steps the scheduler for the reference steps that an optimizer step has completed.

@@ -18,7 +18,7 @@ from resilin.compat.torch_names import (
     splits_graph_by_buckets,
 )
 from resilin.engine.base import Engine
-from resilin.training.gates.optimizer import groups_of, name_of
+from resilin.training.gates.optimizer import name_of, parameters_of
 from resilin.training.gates.others import SECOND_MODEL
 from resilin.training.gradient.copies import check_live
 from resilin.training.gradient.sharding import Sharding, find_sharding
@@ -158,12 +158,13 @@ def _check_optimizers(
     sharding: Sharding, optimizers: Sequence[Optimizer], parameters: Iterable[Tensor]
 ) -> None:
     """Refuses optimizers of the parameters that `fully_shard` has replaced."""
-    stepped = {parameter for group in groups_of(optimizers) for parameter in group["params"]}
+    stepped = set(parameters_of(*optimizers))
     foreign = stepped - set(parameters)
     sharded = {p for unit in sharding.units for p in unit.parameters if p.requires_grad}
     for optimizer in optimizers:
-        kind, own = type(optimizer), {p for g in optimizer.param_groups for p in g["params"]}
-        if kind.__name__ == "Muon" and kind.__module__.startswith("torch.") and own & sharded:
+        kind = type(optimizer)
+        is_muon = kind.__name__ == "Muon" and kind.__module__.startswith("torch.")
+        if is_muon and not sharded.isdisjoint(parameters_of(optimizer)):
             raise ValueError(
                 "torch.optim.Muon makes whole matrices orthogonal, and each process has a part of "
                 "those that fully_shard divides: train the model replicated, or choose another "

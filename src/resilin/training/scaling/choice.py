@@ -35,11 +35,10 @@ def choose_rules(
         ValueError: There is not one for each, or they have different clocks, of which a job has
             one.
     """
-    each = (
-        [rule] * len(optimizers)
-        if isinstance(rule, str) or not isinstance(rule, Sequence)
-        else list(rule)
-    )
+    if isinstance(rule, Sequence) and not isinstance(rule, str):
+        each = list(rule)
+    else:
+        each = [rule] * len(optimizers)
     if len(each) != len(optimizers):
         raise ValueError(
             f"rule has {len(each)} entries and there are {len(optimizers)} optimizers: pass one "

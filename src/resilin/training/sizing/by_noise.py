@@ -102,12 +102,12 @@ class Capping:
             WeakEvidenceWarning: The optimizer is not SGD.
         """
         trained = self._job.trained
-        optimizer = None if trained is None else name_of(trained.optimizers)
-        if optimizer in (None, "SGD") or self._warned:
+        optimizers = () if trained is None else trained.optimizers
+        if self._warned or all(type(optimizer).__name__ == "SGD" for optimizer in optimizers):
             return
         self._warned = True
         warn(
-            f"noise_cap=True with {optimizer}: the cap helps SGD over many epochs; with "
+            f"noise_cap=True with {name_of(optimizers)}: the cap helps SGD over many epochs; with "
             "Adam on a small language model it lost accuracy",
             WeakEvidenceWarning,
         )

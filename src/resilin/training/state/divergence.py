@@ -20,7 +20,7 @@ import os
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -221,7 +221,8 @@ class DivergenceCheck:
             and not hasattr(parameter, "device_mesh")
         }
         if self._states_due and step > 0:
-            self._states_due, states = False, _states_of(self._optimizers)
+            self._states_due = False
+            states = _states_of(self._optimizers, set(tensors.values()))
             said[_DIVIDED] = "\n".join(f"{key} {tuple(t.shape)}" for key, t in states.items())
             tensors |= states
         return _Taken(step, began, said, tensors)
@@ -275,19 +276,22 @@ _DIVIDED = "state of the optimizers"
 """What the names of compared values of optimizers begin with."""
 
 
-def _states_of(optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """The tensors that optimizers keep for their parameters; empty if some are shards."""
-    found: dict[str, Tensor] = {}
-    for kind, optimizer in enumerate(optimizers):
-        every = (p for group in optimizer.param_groups for p in group["params"])
-        for number, parameter in enumerate(every):
-            if hasattr(parameter, "device_mesh"):
-                return {}
-            # Not by indexing, which would add an entry.
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.numel():
-                    found[f"{_DIVIDED} {kind}.{number}.{key}"] = value
-    return found
+def _states_of(optimizers: Sequence[Optimizer], compared: Collection[Tensor]) -> dict[str, Tensor]:
+    """The tensors that optimizers keep for parameters that are compared themselves."""
+    every = [
+        (optimizer, parameter)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    return {
+        f"{_DIVIDED} {number}.{key}": value
+        for number, (optimizer, parameter) in enumerate(every)
+        if parameter in compared
+        # Not by indexing, which would add an entry.
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor) and value.numel()
+    }
 
 
 def sums_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
