@@ -8,10 +8,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-CANDIDATES = {"sgd": "sgdscale", "adam": "auto", "adamw": "auto"}
-"""Rules that are compared with others."""
-OLD_RULES = ("adascale", "before")
-"""The others, where they were run."""
+COMPARED = {
+    "sgd": {"adascale": "sgdscale", "before": "sgdscale"},
+    "adam": {"before": "auto"},
+    "adamw": {"before": "auto"},
+    "muon": {
+        "before": "muonscale",
+        "bold": "muonscale",
+        "sqrt": "samples",
+        "constant": "samples",
+    },
+}
+"""By optimizer, which candidate each other rule is compared with, where both were run."""
 HELD_OUT = ("friedman", "modules")
 """Tasks that were fixed, with their limits, before the first run at another batch size."""
 
@@ -103,11 +111,11 @@ class Change(NamedTuple):
 
 
 def changes(results: dict[Config, list[Result]]) -> dict[Config, Change]:
-    """What the candidate has over each old rule, in every cell that both were run in."""
+    """What a candidate has over each rule, in every cell that both were run in."""
     found = {}
     for config in results:
-        candidate = config._replace(rule=CANDIDATES[config.optimizer])
-        if config.rule in OLD_RULES and candidate in results:
+        candidate = config._replace(rule=COMPARED[config.optimizer].get(config.rule, ""))
+        if config != config.reference and candidate in results:
             new, old = results[candidate], results[config]
             num = min(len(new), len(old))
             samples = sum(r.samples for r in new[:num]) / sum(r.samples for r in old[:num])
@@ -134,7 +142,8 @@ def print_table(rows: dict[Config, Row]) -> None:
 
 def print_changes(found: dict[Config, Change]) -> None:
     print(
-        "\nThe candidate (sgdscale, or Adam's default) minus another rule, paired:", file=sys.stderr
+        "\nThe candidate (sgdscale, Adam's default, or Muon's) minus another rule, paired:",
+        file=sys.stderr,
     )
     for config, change in sorted(found.items()):
         print(
@@ -201,7 +210,7 @@ def verdict(
         at_most("control_sgd_linear_16x_d", rows[control].d, -5.0)
     for config, change in sorted(found.items()):
         name = f"{config.task}_{config.optimizer}_{config.trace}"
-        if config.task in HELD_OUT:
+        if config.task in HELD_OUT or (config.optimizer == "muon" and config.rule != "bold"):
             # Errors by which the candidate is below the old rule; two of them keep the old rule.
             at_most(f"{name}_errors_below_{config.rule}", -change.d / change.d_se, 2.0)
         if config.optimizer == "adam":

@@ -138,13 +138,13 @@ def modules(seed: int) -> Split:
     return Split(rows(False, MODULE_ROWS, seed), rows(True, MODULE_ROWS, 0))
 
 
-def python_bytes(seed: int) -> Split:
+def python_bytes(seed: int, *, num_train: int = 3200) -> Split:
     def rows(text: Tensor, num: int, seed: int) -> Rows:
         starts = random.Random(seed).sample(range(len(text) - CONTEXT), num)
         windows = torch.stack([text[s : s + CONTEXT + 1] for s in starts]).long()
         return Rows(windows[:, :-1], windows[:, 1:])
 
-    return Split(rows(_library(False), 3200, seed), rows(_library(True), 512, 0))
+    return Split(rows(_library(False), num_train, seed), rows(_library(True), 512, 0))
 
 
 def mlp(inputs: int, classes: int) -> nn.Module:
@@ -180,7 +180,7 @@ def conv_net() -> nn.Module:
 
 
 class ByteModel(nn.Module):
-    """A transformer of two layers over bytes; 121k parameters, the embedding is also the head."""
+    """A transformer of two layers over bytes; the embedding is also the head."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -212,6 +212,11 @@ def nats(logits: Tensor, labels: Tensor) -> float:
     return float(functional.cross_entropy(logits, labels))
 
 
+def likelihood(logits: Tensor, labels: Tensor) -> float:
+    """Nats per byte, such that more is better."""
+    return -nats(logits, labels)
+
+
 def explained(outputs: Tensor, targets: Tensor) -> float:
     """Percent of the variance of the targets that the outputs explain."""
     left = (outputs[:, 0] - targets).double().square().mean()
@@ -222,6 +227,10 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.mse_loss(outputs[:, 0], targets)
 
 
+Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
+"""Makes the optimizers of a model."""
+
+
 @dataclass(frozen=True)
 class Task:
     data: Callable[[int], Split]
@@ -229,12 +238,30 @@ class Task:
     score: Callable[[Tensor, Tensor], float]
     batch_size: int
     epochs: int
-    optimizers: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]]
+    optimizers: dict[str, Make]
     loss: Callable[[Tensor, Tensor], Tensor] = functional.cross_entropy
+    micro_batch: int | None = None
+    """At most so many samples at once; the batch size if None."""
 
 
-def _sgd(lr: float, **options: Any) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
-    return functools.partial(torch.optim.SGD, lr=lr, momentum=0.9, **options)
+def _one(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Make:
+    return lambda model: [kind(model.parameters(), **options)]
+
+
+_sgd = functools.partial(_one, torch.optim.SGD, momentum=0.9)
+
+
+def _muon(*inner: str, lr: float, adamw_lr: float) -> Make:
+    """Muon for the matrices of these modules, AdamW for the rest."""
+
+    def make(model: nn.Module) -> list[torch.optim.Optimizer]:
+        modules = [model.get_submodule(name) for name in inner]
+        matrices = [p for module in modules for p in module.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+        muon = torch.optim.Muon(matrices, lr=lr, weight_decay=0.1)
+        return [muon, torch.optim.AdamW(others, lr=adamw_lr, betas=(0.9, 0.95))]
+
+    return make
 
 
 _DIGITS = Task(
@@ -243,7 +270,7 @@ _DIGITS = Task(
     accuracy,
     batch_size=32,
     epochs=20,
-    optimizers={"sgd": _sgd(0.05), "adam": functools.partial(torch.optim.Adam, lr=0.004)},
+    optimizers={"sgd": _sgd(lr=0.05), "adam": _one(torch.optim.Adam, lr=0.004)},
 )
 _NOISY = replace(_DIGITS, data=noisy, model=functools.partial(mlp, 32, 8), epochs=10)
 TASKS = {
@@ -254,13 +281,13 @@ TASKS = {
         _NOISY,
         data=functools.partial(noisy, num_train=20_000),
         epochs=1,
-        optimizers={"sgd": _sgd(0.05)},
+        optimizers={"sgd": _sgd(lr=0.05), "muon": _muon("0", "2", lr=0.02, adamw_lr=0.008)},
     ),
     "conv": replace(
         _DIGITS,
         data=images,
         model=conv_net,
-        optimizers={"sgd": _sgd(0.1, nesterov=True, weight_decay=5e-4)},
+        optimizers={"sgd": _sgd(lr=0.1, nesterov=True, weight_decay=5e-4)},
     ),
     "friedman": Task(
         friedman,
@@ -268,7 +295,7 @@ TASKS = {
         explained,
         batch_size=32,
         epochs=20,
-        optimizers={"sgd": _sgd(0.05)},
+        optimizers={"sgd": _sgd(lr=0.05)},
         loss=squared_error,
     ),
     "modules": Task(
@@ -277,7 +304,7 @@ TASKS = {
         accuracy,
         batch_size=32,
         epochs=10,
-        optimizers={"sgd": _sgd(0.05)},
+        optimizers={"sgd": _sgd(lr=0.05)},
     ),
     "bytes": Task(
         python_bytes,
@@ -285,6 +312,15 @@ TASKS = {
         nats,
         batch_size=8,
         epochs=1,
-        optimizers={"adamw": functools.partial(torch.optim.AdamW, lr=0.004)},
+        optimizers={"adamw": _one(torch.optim.AdamW, lr=0.004)},
+    ),
+    "gpt": Task(
+        functools.partial(python_bytes, num_train=19_200),
+        functools.partial(ByteModel, 32),
+        likelihood,
+        batch_size=4,
+        epochs=1,
+        optimizers={"muon": _muon("blocks", lr=0.02, adamw_lr=0.003)},
+        micro_batch=8,
     ),
 }

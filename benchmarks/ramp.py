@@ -90,7 +90,7 @@ def train(name: str, seed: int, samples: int, target: float | None) -> Run:
     )
     total = samples // SIZES[0]
     model = task.model()
-    optimizer = task.optimizers["adamw"](model.parameters())
+    (optimizer,) = task.optimizers["adamw"](model)
     scheduler = warmed_cosine(optimizer, total)
     parallel = resilin.AdaptiveDataParallel(
         model, optimizer, scheduler, schedule_by="rule", stats_every=1

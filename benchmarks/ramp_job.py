@@ -30,7 +30,7 @@ def main() -> None:
     columns = zip(*(part.columns for part in parts), strict=True)
     data = Rows(*(torch.cat(column) for column in columns))
     model = task.model()
-    optimizer = task.optimizers["adamw"](model.parameters())
+    (optimizer,) = task.optimizers["adamw"](model)
     scheduler = warmed_cosine(optimizer, STEPS)
     parallel = resilin.AdaptiveDataParallel(
         model, optimizer, scheduler, schedule_by="rule", stats_every=1
