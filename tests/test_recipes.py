@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import runpy
@@ -69,6 +70,32 @@ def test_a_worker_may_be_killed_between_two_optimizers_of_a_step(tmp_path, monke
         )
         assert (tmp_path / f"found-{live}.killed").read_text() == "19"
         assert relative_distance(found, whole.parameters()) < 1e-12
+
+
+def lines_of(name):
+    text = (ROOT / f"tests/speedruns/{name}.py").read_text()
+    return [line for line in text.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "call"), [("nanochat", "MuonAdamW", 13), ("torchtitan", "AdamW", 13)]
+)
+def test_a_loop_of_a_known_code_base_survives_with_its_own_optimizers(
+    tmp_path, name, optimizer, call
+):
+    before = runpy.run_path(str(ROOT / f"tests/speedruns/{name}_before.py"))["main"]()
+    for live, rank in ((True, 1), (False, 0)):
+        result = tmp_path / f"found-{live}"
+        example = ROOT / f"tests/speedruns/{name}.py"
+        at = {"at": optimizer, "call": call, "rank": rank}
+        found = launch(example, result, *["--live"] * live, **at)
+        assert result.with_suffix(".killed").read_text() == str(call - 1)
+        assert relative_distance(found, before.parameters()) < 1e-12
+    # As the page says.
+    old, new = lines_of(f"{name}_before"), lines_of(name)
+    blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+    page = (ROOT / "docs/recipes/muon-and-adamw.md").read_text()
+    assert f"{len(old) - sum(block.size for block in blocks)} of {len(old)} lines" in page
 
 
 @pytest.fixture(scope="module")
