@@ -416,6 +416,56 @@ def test_a_container_is_taken_apart():
     assert same(p, plain())
 
 
+class Combined(Container):
+    """Has the groups of the others as its own, settings and all."""
+
+    def __init__(self, optimizers):
+        super().__init__(optimizers)
+        self.param_groups = [group for o in optimizers for group in o.param_groups]
+
+
+class Complete(Combined):
+    """Keeps their state, too."""
+
+    def state_dict(self):
+        return {str(n): o.state_dict() for n, o in enumerate(self.optimizers)}
+
+    def load_state_dict(self, state):
+        for n, optimizer in enumerate(self.optimizers):
+            optimizer.load_state_dict(state[str(n)])
+
+
+def test_one_that_steps_others_has_to_keep_their_state(tmp_path):
+    def run(kind, epochs):
+        p = Parts()
+        p.schedulers.clear()
+        combined = kind(p.both)
+        model = p.wrap(combined)
+        resilin.checkpoint_to(tmp_path, memory_every=None)
+
+        def step(p):
+            combined.step()
+            combined.zero_grad()
+
+        try:
+            train(p, step, epochs=epochs)
+        except RuntimeError as error:
+            assert model.clock.steps == 1
+            return str(error)
+        return p.parameters()
+
+    assert run(Combined, 1).startswith("Combined steps SGD, whose state is not in the state_dict()")
+    run(Complete, 1)
+    resumed = run(Complete, EPOCHS)
+    p = Parts()
+    for _ in range(EPOCHS):
+        for first in range(0, ROWS, BATCH):
+            x, y = data()[first : first + BATCH]
+            F.mse_loss(p.net(x), y).backward()
+            together(p)
+    assert all(map(torch.equal, resumed, p.parameters()))
+
+
 def test_a_job_that_resumes_has_the_state_of_all_of_them(tmp_path):
     def run(epochs):
         p = Parts()

@@ -109,7 +109,8 @@ class ElasticLoop(InSteps, ParallelStrategy):
         if len(self.optimizers) != 1:
             raise ValueError(
                 f"configure_optimizers() of {type(self.lightning_module).__name__} returned "
-                f"{len(self.optimizers)} optimizers; resilin trains with 1"
+                f"{len(self.optimizers)} optimizers; the Trainer steps 1: use Fabric, with "
+                "resilin.integrations.lightning.setup(), for several"
             )
         scheduler, schedule_by = self._take_scheduler()
         assert self.lightning_module is not None

@@ -66,8 +66,10 @@ class OtherOptimizers:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) in self._own or optimizer in self._known:
             return
-        if any(gate.steps for gate in self._gates):
-            return
+        for gate in self._gates:
+            if gate.steps:
+                _check_part(gate.optimizer, optimizer)
+                return
         kind = type(optimizer).__name__
         for group in optimizer.param_groups:
             if not self._parameters.isdisjoint(group["params"]):
@@ -92,3 +94,16 @@ class OtherOptimizers:
     def remove(self) -> None:
         """Stop looking."""
         self._handle.remove()
+
+
+def _check_part(whole: Optimizer, part: Optimizer) -> None:
+    """Refuses an optimizer that steps others and does not keep their state, at the second step."""
+    if type(whole).state_dict is not Optimizer.state_dict:
+        return
+    if any(parameter not in whole.state for parameter in part.state):
+        outer, inner = type(whole).__name__, type(part).__name__
+        raise RuntimeError(
+            f"{outer} steps {inner}, whose state is not in the state_dict() of {outer}: a restart "
+            f"would lose it. Pass the optimizers that it steps as a list, as {SEVERAL} shows, or "
+            f"give {outer} a state_dict() and a load_state_dict() that have them all"
+        )
