@@ -193,12 +193,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Generator[None]:
-    """A process group that outlives its test is that test's fault, not that of the next one."""
+    """What outlives its test is that test's fault, not that of the next one."""
     yield
+    if world.in_rank():
+        return
+    left = [name for name in world.LAUNCHER if os.environ.pop(name, None) is not None]
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and not world.in_rank() and distributed.is_initialized():
+    if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
-        pytest.fail("the test has left the default process group to the tests after it")
+        left.append("the default process group")
+    if left:
+        pytest.fail(f"the test has left to the tests after it: {', '.join(left)}")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -39,6 +39,8 @@ from _pytest.config import default_plugins
 
 # torch is imported where it is used: a session without a world should not wait seconds for it.
 
+#: Variables by which a launcher tells a process its place.
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Set in ranks only: it is how code knows that it runs in one. Holds the shared directory.
 RANK_ENV = "RESILIN_TEST_RANK_SHARED_PATH"
 #: What ranks find imported. DistributedDataParallel and optimizers import _dynamo (seconds).

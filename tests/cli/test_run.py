@@ -21,7 +21,7 @@ from resilin.engine import environment
 from resilin.telemetry.read import read_events
 from tests import forked
 
-TIMEOUT = 60
+TIMEOUT = 200
 WORKER = """
 import json, os, pathlib, signal, sys, time
 
@@ -113,7 +113,7 @@ tell(f"start{restarts}", mode=memory.stat().st_mode & 0o777)
 if restarts == "0":
     if rank == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(600)
 """
     options = ["--nproc", "2", "--memory-dir", tmp_path / "memory", "--rdzv-id", "job7"]
     options += ["--checkpoint-dir", "s3://bucket/job", "--checkpoint-every", "10min"]
@@ -206,7 +206,7 @@ for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, save)
 (pathlib.Path(env["RESILIN_MEMORY_DIR"]) / "state").write_text("x")
 tell("start")
-time.sleep(60)
+time.sleep(600)
 """
     options = ["--nproc=2", "--memory-dir", tmp_path / "memory", "--checkpoint-dir", tmp_path]
     agent = job(code, *options)
@@ -267,7 +267,7 @@ def test_a_machine_that_joins_later_makes_the_job_larger(tmp_path, job):
     code = """
 tell(f"start{env['WORLD_SIZE']}")
 if env["WORLD_SIZE"] == "1":
-    time.sleep(60)
+    time.sleep(600)
 """
     endpoint = free_endpoint()
     options = ["--nnodes=1:2", "--rdzv-endpoint", endpoint, "--memory-dir", tmp_path / "memory"]
@@ -296,7 +296,7 @@ def test_workers_do_not_wait_for_one_whose_machine_has_gone_before_they_met(tmp_
     code = """
 tell(f"start{env['WORLD_SIZE']}")
 if env["WORLD_SIZE"] == "2" or not list(out.glob("start2-*")):
-    time.sleep(30)
+    time.sleep(600)
 """
     host, endpoint = socket.gethostname(), free_endpoint()
     options = ["--nnodes=1:2", "--rdzv-endpoint", endpoint, "--memory-dir", "off"]

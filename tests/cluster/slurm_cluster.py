@@ -25,7 +25,7 @@ NODES = 4
 ACCELERATORS = 2
 """Accelerators of each node. Slurm wants a file for each, and any file will do."""
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel")
-TIMEOUT = 60.0
+TIMEOUT = 200.0
 """Seconds in which the cluster has to be up."""
 CONFIGURATION = """\
 ClusterName=test

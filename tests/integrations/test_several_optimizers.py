@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import resilin
 from tests.training.gates.test_several import BATCH, EPOCHS, ROWS, Parts, data, plain, same
+from tests.world import LAUNCHER
 
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
@@ -66,6 +67,14 @@ def by_fabric(tmp_path, epochs, start=None):
     fabric.save(tmp_path / f"state-{epochs}", state)
     dist.destroy_process_group()  # Fabric does not
     return p
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    """Fabric puts the variables of a launcher there, and leaves them."""
+    for name in LAUNCHER:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize("home", [by_accelerate, by_fabric])

@@ -16,7 +16,7 @@ from resilin.telemetry.read import read_events
 
 pytestmark = pytest.mark.processes
 
-TIMEOUT = 60
+TIMEOUT = 200
 NUM_SAMPLES = 60
 JOB = f"""
 import json, os, pathlib, sys, time

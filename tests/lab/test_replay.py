@@ -21,7 +21,7 @@ from resilin.lab import launch
 from resilin.lab.replay import as_batches, new_run_dir, read_trace
 from resilin.telemetry.read import read_events
 
-TIMEOUT = 60
+TIMEOUT = 200
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("RESILIN_DATA", ROOT.parent / "shared" / "data")) / "capacity"
 NUM_SAMPLES, FEATURES = 160, 3

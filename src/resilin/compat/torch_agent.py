@@ -65,6 +65,11 @@ for _name in (*_HOOKS, _LAUNCHER, _CONFIG, _PARSER):
     _name.find()
 
 
+_agents: list[LocalElasticAgent] = []
+"""Kept as long as the process: a timer of the rendezvous that is collected by its own thread prints
+an error, since a thread cannot join itself."""
+
+
 class WrappedAgent(LocalElasticAgent):
     """torch's agent, whose private methods are wrapped by public ones.
 
@@ -76,6 +81,7 @@ class WrappedAgent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         for name in (_GROUP, _RESTARTS, _PROCESSES):
             name.of(self)
+        _agents.append(self)
 
     @property
     def spec(self) -> WorkerSpec:

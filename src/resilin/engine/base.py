@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,14 @@ from torch import Tensor
 
 from resilin.compat.torch_names import default_store, timeout_of
 from resilin.core.membership import Membership
-from resilin.engine.changes import Changes
 from resilin.engine.collectives import Begun, Collectives, Group, Json
 from resilin.engine.copies import CopyGroups
 from resilin.engine.pulse import Pulse
 from resilin.engine.stop import StopRequest
 from resilin.engine.watch import LastWords
+
+if TYPE_CHECKING:
+    from resilin.engine.live.engine import Live
 
 T = TypeVar("T")
 
@@ -274,8 +276,8 @@ class Engine:
         return error
 
     @property
-    def changes(self) -> Changes | None:
-        """Changes of members while this process runs; None where each of them restarts it."""
+    def changes(self) -> Live | None:
+        """Knows the changes of members; None where each of them restarts this process."""
         return None
 
     @property

@@ -21,7 +21,7 @@ from tests import forked
 
 pytestmark = pytest.mark.processes
 
-TIMEOUT = 60
+TIMEOUT = 200
 MEMBER = "import signal\n" + (pathlib.Path(__file__).parent / "worker_script.py").read_text()
 TRAINS = """
 connect()

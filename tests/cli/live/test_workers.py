@@ -15,7 +15,7 @@ from resilin.engine.processes import process_gone, process_start
 
 pytestmark = pytest.mark.processes
 
-TIMEOUT = 60
+TIMEOUT = 200
 LAUNCHER = """
 import os, sys, time
 from resilin.cli.live.workers import Starter

@@ -15,7 +15,7 @@ from resilin.cluster.node import Node
 
 pytestmark = pytest.mark.processes
 
-LIMIT = 60.0
+LIMIT = 200.0
 NODES = (Node(name="a", accelerators=2, kind="cpu"), Node(name="b", accelerators=1, kind="cpu"))
 
 

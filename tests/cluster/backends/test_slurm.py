@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.nightly(part="clusters"),
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
-TIMEOUT = 60.0
+TIMEOUT = 200.0
 NUMBERS = itertools.count()
 WAITING = ((1, "deaf"), (2, "hears"))
 """Parts whose time is up after minutes: the node of each, and what it does when it is asked."""

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -27,7 +27,6 @@ from resilin.core.membership import Membership
 from resilin.core.recovery import Version
 from resilin.engine import pulse
 from resilin.engine.base import Engine
-from resilin.engine.changes import Changes, Training
 from resilin.engine.collectives import Begun, Collectives, Group
 from resilin.engine.copies import CopyGroups, Place, all_agree
 from resilin.engine.live.client import Client
@@ -48,10 +47,36 @@ GRACE = 18.0
 """Seconds within which a process that was asked to stop has to end a step."""
 
 
+class Training(Protocol):
+    """The training of this process, as far as it follows changes of members."""
+
+    def let_go(self) -> None:
+        """Gives up all references to the groups of the present generation."""
+        ...
+
+    def heal(self) -> Version:
+        """Gives all members of a generation that was just formed the newest state. Collective.
+
+        Returns:
+            That state.
+
+        Raises:
+            PeerLost: A member was lost meanwhile: it is called again in the next generation.
+            NotLive: Nobody has it.
+        """
+        ...
+
+    def hand_over(self, leaving: frozenset[int]) -> None:
+        """Gives replicas that stay what those that leave have of their own. Collective."""
+        ...
+
+    def say_farewell(self) -> None:
+        """Completes the reports of this process, which leaves."""
+        ...
+
+
 class Live(Engine):
     """A member of a job whose members change while it runs.
-
-    It is an `Engine`, and also the `Changes` that training follows.
 
     Args:
         client: The connection to the launcher.
@@ -82,8 +107,8 @@ class Live(Engine):
     # Who we are ----------------------------------------------------------------------------
 
     @property
-    def changes(self) -> Changes:
-        """They are those of this engine."""
+    def changes(self) -> Live:
+        """They are known to this engine."""
         return self
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from resilin.core.batches import Batches
 from resilin.core.clock import Clock, Reference
@@ -16,7 +16,10 @@ from resilin.training.data.fetching import Fetcher
 from resilin.training.data.iteration import Iteration
 from resilin.training.data.order import DataOrder
 from resilin.training.data.sampled import Sampled, sampled
-from resilin.training.data.supply import Place, Plans
+from resilin.training.data.supply import Place
+
+if TYPE_CHECKING:
+    from resilin.training.step_plans import StepPlans
 
 
 class IndexedShare(NamedTuple):
@@ -63,7 +66,7 @@ class IndexedSupply:
         self,
         dataset: Any,
         batches: Batches,
-        plans: Plans,
+        plans: StepPlans,
         dataloader_kwargs: dict[str, Any],
         *,
         by_samples: bool = True,

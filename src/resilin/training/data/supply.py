@@ -7,29 +7,10 @@ from typing import Any, NamedTuple, Protocol
 from resilin.core.batches import Batches
 from resilin.core.clock import Clock, Reference
 from resilin.core.membership import Membership
-from resilin.core.plan import BatchPlan
 from resilin.training.data.cursor import Cursor, Order
 from resilin.training.data.iteration import Closable, Iteration
 from resilin.training.data.planned import Share
 from resilin.training.data.sampled import Sampled
-
-
-class Plans(Protocol):
-    """The sizes of steps, now and ahead."""
-
-    def batch_size(self, clock: Clock | None = None) -> int:
-        """The global batch size of the next step, or of one that begins at a later clock."""
-        ...
-
-    def pieces(self, samples: int, batch_size: int, *, training: bool) -> BatchPlan:
-        """The split of a step as it is run.
-
-        Args:
-            samples: Samples in the step.
-            batch_size: The global batch size.
-            training: Whether the step trains.
-        """
-        ...
 
 
 class Place(NamedTuple):

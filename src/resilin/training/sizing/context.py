@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from resilin.core.noise import Noise
 from resilin.core.ramp import lower_phi
+from resilin.training.ballot import Voter
+from resilin.training.state.registry import Stateful
 
 if TYPE_CHECKING:
     from resilin.training.job import Job
@@ -31,24 +32,8 @@ def lower_noise_scale(job: Job, confidence: float) -> float | None:
     return None if phi is None else phi / scaling.reference.per_sample()
 
 
-class SizePart(Protocol):
+class SizePart(Voter, Stateful, Protocol):
     """A part of the batch sizes of a loader that votes and has state."""
-
-    def votes(self) -> tuple[float, ...]:
-        """Numbers of this replica for the ballot of a step."""
-        ...
-
-    def counted(self, votes: tuple[float, ...]) -> None:
-        """Takes the sums of these numbers over all replicas."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, for checkpoints; the same on all replicas."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
-        ...
 
 
 class KeptSizes(Protocol):

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from resilin.core.forming import Healing, heal
 from resilin.core.recovery import Version
-from resilin.engine.changes import Changes
 from resilin.engine.lost import PeerLost
 from resilin.training.state.body import Body
 from resilin.training.state.member_sums import MemberSums
@@ -27,6 +26,7 @@ from resilin.training.state.snapshot import Json, Snapshot
 from resilin.training.state.transfer import transfer
 
 if TYPE_CHECKING:
+    from resilin.engine.live.engine import Live
     from resilin.training.job import Job
 
 logger = logging.getLogger("resilin")
@@ -37,10 +37,10 @@ class LiveState:
 
     Args:
         job: The job.
-        changes: The changes of its members.
+        changes: The engine, which knows the changes of its members.
     """
 
-    def __init__(self, job: Job, changes: Changes) -> None:
+    def __init__(self, job: Job, changes: Live) -> None:
         self._job = job
         self._engine, self._registry, self._timeline = job.engine, job.registry, job.timeline
         self._body = Body(job)

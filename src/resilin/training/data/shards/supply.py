@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from resilin.core.clock import Clock, Reference
 from resilin.core.membership import Membership
@@ -26,7 +26,10 @@ from resilin.training.data.shards.evaluation import Evaluation, reach, with_ends
 from resilin.training.data.shards.fetching import Pair, ShardFetcher
 from resilin.training.data.shards.news import News
 from resilin.training.data.shards.share import StreamShare
-from resilin.training.data.supply import Place, Plans
+from resilin.training.data.supply import Place
+
+if TYPE_CHECKING:
+    from resilin.training.step_plans import StepPlans
 
 logger = logging.getLogger("resilin")
 
@@ -52,7 +55,7 @@ class StreamSupply:
         stream: Stream,
         order: DataOrder,
         reference: Reference,
-        plans: Plans,
+        plans: StepPlans,
         engine: Engine,
         dataloader_kwargs: dict[str, Any],
         *,
