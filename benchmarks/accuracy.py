@@ -28,7 +28,7 @@ same clock. Tasks:
   Python. Its score is the validation loss in nats, less is better. One epoch is the reference
   run; whatever takes more samples sees the same windows again, in another order.
 - `gpt`, and `fresh` with Muon: Muon for the matrices, AdamW for the rest. `gpt` is the byte model
-  at half the width, for 4,800 steps of four windows: ten times as long as the runs that `muonscale`
+  at half the width, for 4,800 steps of four windows: ten times as long as the runs that `root`
   was found with. Both were fixed before any run of them at another batch size but one of a tenth of
   the length, which told the time it takes; Muon's learning rates are the best of a grid as above
   (for `gpt` of three, on seed 100).
@@ -47,13 +47,13 @@ Rules are those of `resilin`, and `before`: the default as it was until November
 than two standard errors. It was, in four of 16 comparisons, and `adascale` is the default. The
 limits of that are left as they were chosen: the full form misses them.
 
-Muon has three rules on the progress clock: `muonscale`, the one `before` (the learning rate by
-sqrt(r), Muon's momentum as it is) and a `bold` one (the learning rate by r); and three on the clock
-of samples, at as many samples as the reference: `sqrt`, `constant`, and `samples`, which is
-`muonscale` with the batch in place of r. `muonscale` stays the default unless it is below `before`,
-or `samples` below `sqrt` or `constant`, on one of the two tasks by more than two standard errors.
-If it is not, its warning of weak evidence goes. `bold` takes its place if it is ahead by as much in
-every cell.
+Muon has three rules on the progress clock: `before` (the learning rate by sqrt(r), the momentum as
+it is), `root` (the same, and the momentum mu^r) and `muonscale` (the learning rate by r, and mu^r);
+AdamW has `adamscale` beside each. At as many samples as the reference it has `sqrt`, `constant`,
+and the last two with the batch in place of r, `root-samples` and `samples`. `root` was to be the
+default unless it was below `before`, or `root-samples` below `sqrt` or `constant`, on one of the
+two tasks by more than two standard errors; and `muonscale`, a `bold` one then, if it was ahead of
+`root` by as much in every cell. `samples` was added after `fresh` had been seen.
 
 `--quick` trains on `digits` with 5 seeds; its limits are wider, as its errors are. `--tasks a,b`
 does some tasks, and checks their limits only. `--keep FILE` adds each run to a file and does not
@@ -98,12 +98,16 @@ from resilin.training.scaling import estimates
 BEFORE = {"sgd": "adascale", "adam": "adamscale", "adamw": "adamscale"}
 """Rules of `before`."""
 HORIZON_BEFORE = 0.15
+_ROOT = PowerRule(0.5, 0.5, betas=True, weight_decay=True, momentum=True)
+_SAMPLES = PowerRule(0.5, betas=True, weight_decay=True, momentum=True)
 RULES: dict[tuple[str, str], resilin.ScalingRule | list[resilin.ScalingRule | str]] = {
+    ("muon", "muonscale"): ["muonscale", "adamscale"],
     ("muon", "before"): [PowerRule(0.5, 0.5, weight_decay=True), "adamscale"],
-    ("muon", "bold"): [PowerRule(1, 1, weight_decay=True, momentum=True), "adamscale"],
-    ("muon", "samples"): PowerRule(0.5, betas=True, weight_decay=True, momentum=True),
+    ("muon", "root"): _ROOT,
+    ("muon", "samples"): [PowerRule(1, weight_decay=True, momentum=True), _SAMPLES],
+    ("muon", "root-samples"): _SAMPLES,
 }
-"""What a rule is that has no name in `resilin`."""
+"""What a rule is that has no name in `resilin`, or is one for each optimizer."""
 TRACES: dict[str, tuple[int, ...]] = {
     "1x": (1,),
     "8x": (8,),
@@ -234,10 +238,9 @@ def plan(quick: bool) -> dict[Config, int]:
         add(5, "digits", "sgd", "sgdscale adascale", "8x zigzag")
         add(5, "digits", "sgd", "linear", "16x")
         return seeds
-    add(10, "gpt", "muon", "muonscale before", "8x zigzag")
-    add(10, "gpt", "muon", "samples sqrt", "8x")
-    add(10, "fresh", "muon", "muonscale before bold", "8x 16x zigzag")
-    add(10, "fresh", "muon", "samples sqrt constant", "8x 16x")
+    add(10, "gpt", "muon", "muonscale root before", "8x zigzag")
+    add(10, "fresh", "muon", "muonscale root before", "8x 16x zigzag")
+    add(10, "fresh", "muon", "samples root-samples sqrt constant", "8x 16x")
     add(3, "bytes", "adamw", "auto before", "8x zigzag")
     add(10, "conv", "sgd", "sgdscale before", "8x 16x")
     for task in HELD_OUT:

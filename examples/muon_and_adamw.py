@@ -75,7 +75,7 @@ def main() -> nn.Module:
 
     resilin.init_process_group()
     model = resilin.AdaptiveDataParallel(
-        net, [muon, adamw], schedules, rule="muonscale", schedule_by="rule"
+        net, [muon, adamw], schedules, rule=["muonscale", "adamscale"], schedule_by="rule"
     )
     loader = resilin.AdaptiveDataLoader(windows(), batch_size=8, shuffle=True, max_local_bsz=4)
     resilin.checkpoint_to(None)

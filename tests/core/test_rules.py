@@ -224,9 +224,9 @@ def test_defaults_by_optimizer():
     for weak in ("Adafactor", "Lion"):
         with pytest.warns(WeakEvidenceWarning, match=weak):
             assert default_rule(weak) == PowerRule(0.5, 0.5)
-    for muon in ("Muon", "MuonAdamW"):
-        with pytest.warns(WeakEvidenceWarning, match=muon):
-            assert default_rule(muon) == get_rule("muonscale")
+    for has_betas, name in ((False, "muonscale"), (True, "adamscale")):
+        with pytest.warns(WeakEvidenceWarning, match=f"Muon, {name}"):
+            assert default_rule("Muon", has_betas=has_betas) == get_rule(name)
     with pytest.raises(ValueError, match="no default rule for optimizer 'LBFGS'"):
         default_rule("LBFGS")
 

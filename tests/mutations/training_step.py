@@ -604,6 +604,22 @@ MUTATIONS: list[Mutation] = [
         "test_weight_decay_scales_only_where_it_acts_through_the_learning_rate",
     ),
     Mutation(
+        promise="an optimizer that steps others keeps their state, or is refused",
+        path="training/gates/others.py",
+        old="if any(parameter not in whole.state for parameter in part.state):",
+        new="if any(parameter in whole.state for parameter in part.state):",
+        test="tests/training/gates/test_several.py::"
+        "test_one_that_steps_others_has_to_keep_their_state",
+    ),
+    Mutation(
+        promise="a class that is Muon and AdamW in one has a rule that serves both",
+        path="training/scaling/choice.py",
+        old="has_betas=any(name in g for g, name in betas)",
+        new="has_betas=not any(name in g for g, name in betas)",
+        test="tests/training/gates/test_describe.py::"
+        "test_a_combined_class_has_groups_of_several_kinds",
+    ),
+    Mutation(
         promise="the gradient has its share where the momentum is Nesterov's",
         path="training/gates/factors.py",
         old='if "dampening" in group and not nesterov and _has_buffers(',

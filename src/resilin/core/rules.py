@@ -186,7 +186,7 @@ RULES: Mapping[str, Callable[..., ScalingRule]] = MappingProxyType(
         "adascale": lambda: PowerRule(1, 1),
         "sgdscale": lambda: PowerRule(1, 1, momentum=True),
         "adamscale": lambda: PowerRule(0.5, 0.5, betas=True, weight_decay=True),
-        "muonscale": lambda: PowerRule(0.5, 0.5, betas=True, weight_decay=True, momentum=True),
+        "muonscale": lambda: PowerRule(1, 1, weight_decay=True, momentum=True),
         "surge": lambda: PowerRule(0.5, 1),
         "legw": LEGW,
     }
@@ -196,7 +196,7 @@ RULES: Mapping[str, Callable[..., ScalingRule]] = MappingProxyType(
 `sqrt` keeps Adam's betas and epsilon; the square-root rule of Malladi et al. (2022), which scales
 them too, is `PowerRule(0.5, betas=True, eps=True)`. `sgdscale` is `adascale` with a momentum that
 remembers as long as in the reference run, measured in progress; without momentum they are the same.
-So is `muonscale` for `adamscale`; it serves Muon, and AdamW in other groups of the same class.
+`muonscale` keeps a decoupled weight decay per unit of progress, too.
 """
 
 
@@ -257,8 +257,13 @@ MUON = (
 """Names of the classes that are Muon, or Muon for some of their groups."""
 
 
-def default_rule(optimizer: str) -> ScalingRule:
+def default_rule(optimizer: str, *, has_betas: bool = True) -> ScalingRule:
     """The default rule for an optimizer, by the name of its class.
+
+    Args:
+        optimizer: The name.
+        has_betas: Whether some of its groups have betas, as where one class is Muon for some groups
+            and AdamW for others.
 
     Warns:
         WeakEvidenceWarning: The optimizer is sign-like or Adam-like, but few experiments exist.
@@ -276,12 +281,14 @@ def default_rule(optimizer: str) -> ScalingRule:
         )
         return PowerRule(0.5, 0.5)
     if optimizer in MUON:
+        # One rule for all of its groups: that of AdamW was the second best for Muon.
+        name = "adamscale" if has_betas else "muonscale"
         warn(
-            f"the default rule for {optimizer}, muonscale, rests on weak evidence: one small task; "
+            f"the default rule for {optimizer}, {name}, rests on weak evidence: two small tasks; "
             "pass rule= to choose one yourself",
             WeakEvidenceWarning,
         )
-        return get_rule("muonscale")
+        return get_rule(name)
     raise ValueError(
         f"no default rule for optimizer {optimizer!r} (there is one for "
         f"{', '.join((*_STRONG, *_WEAK, *MUON))}); pass rule= one of {', '.join(RULES)}, or your "

@@ -80,8 +80,11 @@ def test_a_combined_class_has_groups_of_several_kinds():
     assert first["beta2"] == pytest.approx(0.95**4)
     assert first["weight_decay"] == pytest.approx(0.2)
     assert second["betas"] == pytest.approx((0.8**4, 0.95**4))
-    with pytest.warns(WeakEvidenceWarning, match="MuonAdamW, muonscale"):
-        assert choose_rule("auto", optimizer) == MUONSCALE
+    with pytest.warns(WeakEvidenceWarning, match="MuonAdamW, adamscale"):
+        assert choose_rule("auto", optimizer) == get_rule("adamscale")
+    plain = torch.optim.Muon([matrix()])
+    with pytest.warns(WeakEvidenceWarning, match="Muon, muonscale"):
+        assert choose_rule("auto", plain) == MUONSCALE
 
 
 def test_the_loop_may_write_new_values_in_each_step():

@@ -68,7 +68,11 @@ def choose_rule(rule: str | ScalingRule, optimizer: Optimizer) -> ScalingRule:
         ValueError: Unknown name, no default, or a rule that the optimizer cannot honour.
     """
     kind = type(optimizer)
-    chosen = default_rule(kind.__name__) if rule == "auto" else get_rule(rule)
+    if rule == "auto":
+        betas = ((g, name) for g in optimizer.param_groups for name in ("betas", "beta1"))
+        chosen = default_rule(kind.__name__, has_betas=any(name in g for g, name in betas))
+    else:
+        chosen = get_rule(rule)
     if not _can_honour(chosen, optimizer):
         raise refuse_momentum(optimizer)
     _warn_of_decay(chosen, optimizer)
