@@ -104,9 +104,7 @@ class Gate:
         return code, output.read_text(errors="replace")
 
     def close(self) -> None:
-        assert self._stem.stdin is not None
-        self._stem.stdin.close()
-        self._stem.wait(timeout=30)
+        self._stem.communicate(timeout=30)
 
 
 @pytest.fixture(scope="session")
