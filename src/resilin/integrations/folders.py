@@ -19,8 +19,6 @@ STATE_FILE = "resilin.json"
 """File with the state of the job, without tensors."""
 TENSORS_FILE = "resilin.safetensors"
 """File with tensors of objects that the user has registered."""
-FRAMEWORK = ("model", "optimizer", "optimizer1", "scheduler", "scheduler1", "scaler")
-"""Parts that these folders have already."""
 
 
 def save_state(directory: str, *without: str, write: bool) -> None:
@@ -31,7 +29,7 @@ def save_state(directory: str, *without: str, write: bool) -> None:
         *without: More parts that the framework already saves.
         write: Whether this process writes.
     """
-    state = CarriedState({*FRAMEWORK, *without}).state_dict()
+    state = CarriedState(*without).state_dict()
     tensors = state.pop("tensors")
     if not write:
         return
@@ -60,4 +58,4 @@ def read_state(directory: str) -> dict[str, Any]:
 
 def load_state(state: dict[str, Any], *without: str) -> None:
     """Make the job resume from what `read_state` returned, at any number of processes."""
-    CarriedState({*FRAMEWORK, *without}).load_state_dict(state)
+    CarriedState(*without).load_state_dict(state)

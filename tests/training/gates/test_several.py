@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 import resilin
+from resilin.training.bridge.carried import CarriedState
 from tests.replicas import assert_identical
 from tests.training.test_lifecycle import Failing
 
@@ -485,6 +486,19 @@ def test_a_job_that_resumes_has_the_state_of_all_of_them(tmp_path):
     assert same(p, whole)
     states = zip(p.schedulers, whole.schedulers, strict=True)
     assert all(a.last_epoch == b.last_epoch for a, b in states)
+
+
+def test_a_framework_that_saves_all_of_them_is_not_given_them_again():
+    resilin.reset_job()
+    net = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
+    each = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in net]
+    schedulers = [LambdaLR(optimizer, lambda n: 1.0) for optimizer in each]
+    model = resilin.AdaptiveDataParallel(net, each, schedulers, batch_size=1)
+    model(torch.ones(1, 1)).sum().backward()
+    for optimizer in each:
+        optimizer.step()
+    saved = {"model", "optimizer", "scheduler", "scaler"}
+    assert saved.isdisjoint(name.rstrip("012") for name in CarriedState().state_dict()["tree"])
 
 
 def test_release_gives_each_its_own_methods_back():

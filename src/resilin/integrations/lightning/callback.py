@@ -27,8 +27,6 @@ from resilin.training.script.epochs import begin_epoch
 from resilin.training.start import start
 from resilin.training.state import replica_parts
 
-SAVED = ("model", "optimizer", "optimizer1", "scheduler", "scheduler1", "scaler")
-"""Parts that checkpoints of Lightning have already."""
 _LOGGED = f"{replica_parts.SUMS}{SUMS}"
 
 
@@ -47,7 +45,7 @@ class Elastic(Callback):
     def __init__(self, *, log: bool = True, prefix: str = PREFIX) -> None:
         self._log = log
         self._prefix = prefix
-        self._carried = CarriedState(without=(*SAVED, LOOPS, FITS))
+        self._carried = CarriedState(LOOPS, FITS)
         self._last: dict[str, Any] | None = None
 
     # The start and the end -----------------------------------------------------------------

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from resilin.compat import lightning_names
 from resilin.core.rules import ScalingRule
 from resilin.engine.group import DEFAULT_TIMEOUT, init_process_group
-from resilin.integrations.lightning.callback import SAVED
 from resilin.integrations.lightning.refusals import refuse_strategy
 from resilin.training.bridge.carried import CarriedState
 from resilin.training.bridge.home import refuse_sharded
@@ -204,6 +203,3 @@ class JobState(CarriedState):
     Put it beside the model, `{"model": model, "optimizer": optimizer, "resilin": JobState()}`, and
     load it before the loop over the data begins.
     """
-
-    def __init__(self) -> None:
-        super().__init__(without=SAVED)

@@ -7,7 +7,7 @@ strings and tensors, so that it can be read back without executing anything.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -25,11 +25,19 @@ class CarriedState:
     """The part of the job's state for a checkpoint of another framework.
 
     Args:
-        without: Registered names that the other framework saves.
+        *without: Registered names that the other framework saves, besides model, optimizers,
+            schedulers and scaler.
     """
 
-    def __init__(self, without: Collection[str]) -> None:
-        self._without = frozenset(without)
+    def __init__(self, *without: str) -> None:
+        self._names = without
+
+    @property
+    def _without(self) -> frozenset[str]:
+        trained = Home().job.trained
+        numbers = range(1 if trained is None else len(trained.optimizers))
+        parts = (f"{part}{n or ''}" for part in ("optimizer", "scheduler") for n in numbers)
+        return frozenset({"model", "scaler", *parts, *self._names})
 
     def state_dict(self) -> dict[str, Any]:
         """The state between two steps. Collective: all replicas must ask.
