@@ -97,7 +97,7 @@ def refuse_momentum(optimizer: Optimizer) -> ValueError:
         f"the rule changes the momentum, and how {kind} of {type(optimizer).__module__} keeps it "
         f"is not known: say it with resilin.describe({kind}, momentum=...), or choose a rule that "
         "leaves the momentum alone, such as 'adascale' for the learning rate alone or 'adamscale' "
-        "for Adam's betas"
+        "for Adam's betas (several optimizers may have a rule each)"
     )
 
 
