@@ -53,7 +53,8 @@ AdamW has `adamscale` beside each. At as many samples as the reference it has `s
 and the last two with the batch in place of r, `root-samples` and `samples`. `root` was to be the
 default unless it was below `before`, or `root-samples` below `sqrt` or `constant`, on one of the
 two tasks by more than two standard errors; and `muonscale`, a `bold` one then, if it was ahead of
-`root` by as much in every cell. `samples` was added after `fresh` had been seen.
+`root` by as much in every cell. `samples`, and `muonscale` on `gpt`, were added after `fresh` had
+been seen.
 
 `--quick` trains on `digits` with 5 seeds; its limits are wider, as its errors are. `--tasks a,b`
 does some tasks, and checks their limits only. `--keep FILE` adds each run to a file and does not
