@@ -227,6 +227,8 @@ def test_defaults_by_optimizer():
     for has_betas, name in ((False, "muonscale"), (True, "adamscale")):
         with pytest.warns(WeakEvidenceWarning, match=f"Muon, {name}"):
             assert default_rule("Muon", has_betas=has_betas) == get_rule(name)
+    with pytest.warns(WeakEvidenceWarning, match="Muon, muonscale"):
+        assert default_rule("Muon") == get_rule("muonscale")
     with pytest.raises(ValueError, match="no default rule for optimizer 'LBFGS'"):
         default_rule("LBFGS")
 

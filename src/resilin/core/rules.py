@@ -257,7 +257,7 @@ MUON = (
 """Names of the classes that are Muon, or Muon for some of their groups."""
 
 
-def default_rule(optimizer: str, *, has_betas: bool = True) -> ScalingRule:
+def default_rule(optimizer: str, *, has_betas: bool = False) -> ScalingRule:
     """The default rule for an optimizer, by the name of its class.
 
     Args:
@@ -281,7 +281,7 @@ def default_rule(optimizer: str, *, has_betas: bool = True) -> ScalingRule:
         )
         return PowerRule(0.5, 0.5)
     if optimizer in MUON:
-        # One rule for all of its groups: that of AdamW was the second best for Muon.
+        # One rule for all of its groups: that of AdamW, which leaves Muon's momentum as it is.
         name = "adamscale" if has_betas else "muonscale"
         warn(
             f"the default rule for {optimizer}, {name}, rests on weak evidence: two small tasks; "
